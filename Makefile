@@ -1,0 +1,41 @@
+# Every target sets itself up: `make quickstart` and `make test` work in a fresh clone.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP_FLAGS := --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: setup quickstart test test-full lint bench clean
+setup: $(VENV)/.ready
+
+# torch first and alone: its pin decides which build everything else is resolved against.
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install $(PIP_FLAGS) torch setuptools
+	$(BIN)/pip install $(PIP_FLAGS) --no-build-isolation -e '.[dev]'
+	touch $@
+
+.venv-bench/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-bench
+	.venv-bench/bin/pip install $(PIP_FLAGS) torch setuptools
+	.venv-bench/bin/pip install $(PIP_FLAGS) --no-build-isolation -e '.[bench]'
+	touch $@
+
+quickstart: setup
+	$(BIN)/daebm run digits --out runs/quickstart --if-exists reuse
+
+test: setup
+	$(BIN)/pytest -m 'not long'
+
+test-full: setup
+	$(BIN)/pytest
+
+lint: setup
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/mypy
+
+bench: .venv-bench/.ready
+	.venv-bench/bin/python benchmarks/mala.py
+
+clean:
+	rm -rf $(VENV) .venv-bench build dist

@@ -1,0 +1,44 @@
+"""Energy-based models that can be trusted. U low = likely, everywhere.
+
+A `Ladder` of noise levels, an energy U(x, t) on it, exact samplers that move (x, t), and one training loop.
+"""
+
+from daebm.config import Config
+from daebm.data import Dataset
+from daebm.errors import CheckpointError, DaebmError, DivergenceError, InputError
+from daebm.ladder import Ladder
+from daebm.methods import METHODS, Method
+from daebm.model import Model, load
+from daebm.samplers.langevin import langevin, mala, run
+from daebm.samplers.mgms import block, full, local, transition
+from daebm.targets import Gaussian, LabelledLadder, Mixture, Skewed
+from daebm.training import train
+
+__version__ = "0.1.0"
+
+# In the order of the data flow.
+__all__ = [
+    "METHODS",
+    "CheckpointError",
+    "Config",
+    "DaebmError",
+    "Dataset",
+    "DivergenceError",
+    "Gaussian",
+    "InputError",
+    "LabelledLadder",
+    "Ladder",
+    "Method",
+    "Mixture",
+    "Model",
+    "Skewed",
+    "block",
+    "full",
+    "langevin",
+    "load",
+    "local",
+    "mala",
+    "run",
+    "train",
+    "transition",
+]

@@ -1,0 +1,65 @@
+"""The store of persistent chains (x, t)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from daebm.ladder import Ladder
+
+
+@dataclass(eq=False)
+class Chains:
+    """Positions x (n, ...), levels t (n,), and per chain its label round trips 0 -> T -> 0.
+
+    ``stage`` says how far the current round trip has come: 0 before the first visit to level 0, 1 after it, 2 after
+    level T was reached from there.
+    """
+
+    x: Tensor
+    t: Tensor
+    stage: Tensor
+    trips: Tensor
+
+    @classmethod
+    def start(cls, x: Tensor, t: Tensor) -> Chains:
+        return cls(x, t, (t == 0).long(), torch.zeros_like(t))
+
+    @classmethod
+    def from_data(cls, size: int, data: Tensor, ladder: Ladder, generator: torch.Generator) -> Chains:
+        """Diffused data with uniform labels: near equilibrium, but contrastive divergence until it has travelled."""
+        z = data[torch.randint(len(data), (size,), generator=generator)]
+        t = torch.randint(ladder.levels, (size,), generator=generator)
+        return cls.start(ladder.diffuse(z, t, generator), t)
+
+    @classmethod
+    def from_noise(
+        cls, size: int, event: tuple[int, ...], ladder: Ladder, generator: torch.Generator
+    ) -> Chains:
+        """N(0, I) at every level, labels in equal sorted blocks, as the paper's code starts."""
+        return cls.start(
+            torch.randn(size, *event, generator=generator), torch.arange(size) * ladder.levels // size
+        )
+
+    def __len__(self) -> int:
+        return len(self.t)
+
+    def draw(self, count: int, generator: torch.Generator) -> Tensor:
+        """Slots of ``count`` different chains. Write their new values back with `put` to the same slots."""
+        return torch.randperm(len(self), generator=generator)[:count]
+
+    def put(self, slots: Tensor, x: Tensor, t: Tensor) -> None:
+        self.x[slots] = x
+        self.t[slots] = t
+
+    def count_trips(self, slots: Tensor, t: Tensor, top: int) -> None:
+        """Follow the labels ``t`` that the chains in ``slots`` have just moved to."""
+        if top == 0:
+            return
+        stage = self.stage[slots]
+        back = (stage == 2) & (t == 0)
+        self.trips[slots] += back
+        stage = torch.where((t == 0) & ((stage == 0) | back), 1, stage)
+        self.stage[slots] = torch.where((t == top) & (stage == 1), 2, stage)

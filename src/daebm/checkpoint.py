@@ -1,0 +1,100 @@
+"""States and models on disk: one safetensors file that is complete in itself, and the same facts as JSON beside it.
+
+A write is atomic: the new file is finished under another name and then renamed over the old one, so a reader (or a
+run killed at any moment) finds the old state or the new one. Never pickle: loading a file runs no code of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from daebm.errors import CheckpointError
+
+FORMAT = 1
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replace ``path`` by ``content`` in one step that survives a crash."""
+    temporary = path.with_name(path.name + ".partial")
+    with open(temporary, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_atomically(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
+
+
+def read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON ({error}): restore it or start over") from error
+
+
+def write(folder: Path, name: str, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+    """Write ``folder/name.safetensors`` (the truth) and ``folder/name.json`` (the same facts, for people)."""
+    facts = {"format": FORMAT, **facts}
+    text = json.dumps(facts, sort_keys=True, allow_nan=False)
+    tensors = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
+    metadata = {"daebm": text, "sha256": _digest(text, tensors)}
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / f"{name}.safetensors", save(tensors, metadata))
+    write_json(folder / f"{name}.json", {"sha256": metadata["sha256"], **facts})
+
+
+def exists(folder: Path, name: str) -> bool:
+    return (folder / f"{name}.safetensors").exists()
+
+
+def read(folder: Path, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read what `write` wrote, refusing files that are missing, truncated, edited or from a newer format."""
+    path = folder / f"{name}.safetensors"
+    if not path.exists():
+        raise CheckpointError(f"there is no {path}: name a folder that holds a daebm run or model")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} is truncated or damaged ({error}): restore a copy or start over"
+        ) from error
+    if "daebm" not in metadata:
+        raise CheckpointError(
+            f"{path} was not written by daebm: name a folder that holds a daebm run or model"
+        )
+    facts: dict[str, Any] = json.loads(metadata["daebm"])
+    if facts.get("format", 0) > FORMAT:
+        raise CheckpointError(
+            f"{path} has format {facts['format']}, and this daebm reads up to {FORMAT}: install a newer daebm"
+        )
+    if _digest(metadata["daebm"], tensors) != metadata.get("sha256"):
+        raise CheckpointError(
+            f"{path} was edited or damaged (its checksum differs): restore a copy or start over"
+        )
+    beside = folder / f"{name}.json"
+    if beside.exists():
+        copy = read_json(beside)
+        # A run killed between the two renames leaves the JSON of the state before; that one says so by its checksum.
+        if copy.pop("sha256", None) == metadata["sha256"] and copy != facts:
+            raise CheckpointError(f"{beside} was edited by hand: delete it, {path.name} holds the same facts")
+    return tensors, facts
+
+
+def _digest(text: str, tensors: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256(text.encode())
+    for key in sorted(tensors):
+        digest.update(f"{key} {tensors[key].dtype} {tuple(tensors[key].shape)}".encode())
+        digest.update(tensors[key].numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,195 @@
+"""The command line: daebm run, list, show, report."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import tyro
+
+from daebm import report, runs
+from daebm.config import Config, check_methods, resolve
+from daebm.errors import DaebmError, InputError
+from daebm.experiments import EXPERIMENTS, experiment
+from daebm.methods import METHODS
+from daebm.samplers.langevin import KERNELS
+from daebm.state import build_ladder, start
+from daebm.training import step
+
+Settings = Annotated[list[str], tyro.conf.UseAppendAction, tyro.conf.arg(name="set", metavar="KEY=VALUE")]
+
+
+@dataclass
+class Run:
+    """Train, evaluate and report an experiment into a folder."""
+
+    experiment: Annotated[str, tyro.conf.Positional]
+    """gaussian-1d, four-rings or digits (`daebm list` describes them)."""
+    method: str = "da"
+    """cd, persistent, noise, hybrid, drl or da; all runs every one with the same number of gradient evaluations."""
+    preset: str = "default"
+    """quick (seconds, to try things), default (what we recommend) or paper (the paper's settings)."""
+    seed: int = 0
+    """Everything random follows from it."""
+    out: Path | None = None
+    """Folder for the run; runs/EXPERIMENT-METHOD-PRESET-SEED when not given."""
+    resume: bool = False
+    """Continue the run in that folder, bit for bit."""
+    overwrite: bool = False
+    """Delete the run in that folder and start again."""
+    settings: Settings = field(default_factory=list)
+    """Change one setting; repeat for more (`daebm show` lists them)."""
+    tensorboard: bool = False
+    """Also write TensorBoard logs."""
+    threads: int = 0
+    """CPU threads; 0 leaves torch's choice."""
+
+    def __call__(self) -> None:
+        _set_threads(self.threads)
+        out = self.out or Path("runs") / f"{self.experiment}-{self.method}-{self.preset}-{self.seed}"
+        it = experiment(self.experiment)
+        configs = {
+            name: resolve(it.name, it.presets, name, self.preset, self.seed, _pairs(self.settings))
+            for name in check_methods([self.method])
+        }
+        if self.method != "all":
+            self._one(configs[self.method], out)
+            return
+        finished = {}
+        for name, config in configs.items():
+            print(f"{name}: {METHODS[name].title}")
+            self._one(runs.matched_iterations(config, configs["da"]), out / name)
+            finished[METHODS[name].title] = runs.load_finished(out / name)
+        report.write_comparison(out, finished)
+        print(f"comparison: {out / 'report.html'}")
+
+    def _one(self, config: Config, out: Path) -> None:
+        # One command continues a comparison that was cut short: its parts may be unborn, half done or finished.
+        resume = self.resume and (self.method != "all" or (out / runs.CONFIG).exists())
+        summary = runs.run(config, out, resume, self.overwrite, self.tensorboard)
+        print(report.short_table(experiment(config.experiment), summary))
+        print(f"report: {out / 'report.html'}")
+
+
+@dataclass
+class List:
+    """List experiments, their presets, and the methods."""
+
+    def __call__(self) -> None:
+        print("Experiments (presets)")
+        for it in EXPERIMENTS.values():
+            print(f"  {it.name:<12} {it.title} ({', '.join(it.presets)})")
+        print("Methods")
+        for row in METHODS.values():
+            print(f"  {row.name:<12} {row.title}")
+
+
+@dataclass
+class Show:
+    """Show the resolved settings of a run and an estimate of its cost, without running it."""
+
+    experiment: Annotated[str, tyro.conf.Positional]
+    """gaussian-1d, four-rings or digits."""
+    method: str = "da"
+    """cd, persistent, noise, hybrid, drl or da."""
+    preset: str = "default"
+    """quick, default or paper."""
+    settings: Settings = field(default_factory=list)
+    """Change one setting; repeat for more."""
+    threads: int = 0
+    """CPU threads; 0 leaves torch's choice."""
+
+    def __call__(self) -> None:
+        _set_threads(self.threads)
+        it = experiment(self.experiment)
+        config = resolve(it.name, it.presets, self.method, self.preset, 0, _pairs(self.settings))
+        for name in (f.name for f in dataclasses.fields(config)):
+            print(f"  {name:<18} {report.show(getattr(config, name))}")
+        gradients = config.iterations * config.gradients_per_iteration * config.batch
+        seconds = _seconds_per_iteration(config) * config.iterations
+        long_run = config.long_run_chains * config.long_run_steps
+        print(
+            f"Cost: {config.iterations:,} iterations, {gradients:.3g} energy gradients in training "
+            f"(about {seconds:,.0f} s here, {torch.get_num_threads()} threads), {long_run:.3g} in a long run."
+        )
+
+
+@dataclass
+class Report:
+    """Print a table over finished runs of one experiment and write a comparison report."""
+
+    folders: Annotated[list[Path], tyro.conf.Positional]
+    """Run folders."""
+    out: Path | None = None
+    """Folder for report.html; the table alone is printed when not given."""
+
+    def __call__(self) -> None:
+        if not self.folders:
+            raise InputError("name at least one run folder")
+        finished = {str(folder): runs.load_finished(folder) for folder in self.folders}
+        names = {config.experiment for config, _summary, _arrays in finished.values()}
+        if len(names) > 1:
+            raise InputError(f"a report compares runs of one experiment, got {', '.join(sorted(names))}")
+        table = report.comparison_table(
+            experiment(names.pop()), {title: summary for title, (_c, summary, _a) in finished.items()}
+        )
+        for column in zip(*table, strict=True):
+            print("  ".join(f"{cell:<28}" for cell in column).rstrip())
+        if self.out is not None:
+            self.out.mkdir(parents=True, exist_ok=True)
+            report.write_comparison(self.out, finished)
+            print(f"report: {self.out / 'report.html'}")
+
+
+def _pairs(settings: list[str]) -> dict[str, str]:
+    pairs = {}
+    for item in settings:
+        key, equals, value = item.partition("=")
+        if not equals:
+            raise InputError(f"--set takes KEY=VALUE, got {item!r}")
+        pairs[key] = value
+    return pairs
+
+
+def _set_threads(threads: int) -> None:
+    if threads < 0:
+        raise InputError(f"threads must be 0 or more, got {threads}")
+    if threads:
+        torch.set_num_threads(threads)
+
+
+def _seconds_per_iteration(config: Config, tries: int = 3) -> float:
+    """Time a few iterations after a first one."""
+    dataset = experiment(config.experiment).dataset(config)
+    data = dataset.standardise(dataset.train)
+    ladder = build_ladder(config, data[0].numel())
+    state = start(config, data, ladder)
+    step(config, state, data, ladder, KERNELS[config.kernel])
+    clock = time.perf_counter()
+    for _ in range(tries):
+        step(config, state, data, ladder, KERNELS[config.kernel])
+    return (time.perf_counter() - clock) / tries
+
+
+def main() -> None:
+    """Entry point: user errors become one sentence and exit status 2."""
+    command = tyro.extras.subcommand_cli_from_dict(
+        {"run": Run, "list": List, "show": Show, "report": Report},
+        prog="daebm",
+        description="Energy-based models that can be trusted: train, sample, compare.",
+    )
+    try:
+        command()
+    except DaebmError as error:
+        sys.exit(f"daebm: {error}")
+    except KeyboardInterrupt:
+        sys.exit("daebm: interrupted; the same command with --resume continues")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+"""Every setting, its default and what it means; a preset lists only what differs; an unknown key is an error."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
+from typing import Any, get_type_hints
+
+from daebm.errors import InputError
+from daebm.methods import METHODS, method
+from daebm.samplers.langevin import KERNELS
+
+
+@dataclass(frozen=True)
+class Config:
+    """The resolved settings of one run. Budgets are iterations: nothing reads the clock."""
+
+    experiment: str
+    method: str
+    preset: str
+    seed: int = 0
+
+    # Data
+    train_size: int = 0  # points drawn for synthetic data; 0 takes the experiment's own number
+    standardise: bool = (
+        True  # train on (x - shift) / scale; the model takes and gives data units all the same
+    )
+
+    # Ladder (methods with levels)
+    ladder: str = "geometric"  # geometric, or the paper's cumulative sum
+    top: int = 0  # T; 0 lets a geometric ladder choose from the dimension
+    floor: float = 0.0  # sd of the noise added to the data at level 0, in standardised units
+    first_sd: float = 0.01  # geometric with a zero floor: noise sd of level 1
+    last_variance: float = 0.95  # geometric: noise variance of level T
+    delta_first: float = 0.01  # paper: first and last increment of the noise sd
+    delta_last: float = 0.3
+
+    # Network
+    network: str = "gated-mlp"
+    width: int = 128
+    hidden: int = 3
+
+    # Optimiser
+    iterations: int = 1000
+    batch: int = 100  # data points, and chains, per iteration
+    optimiser: str = "adam"
+    learning_rate: float = 1e-3
+    beta1: float = 0.0
+    warm_up: int = 0  # iterations of linear ramp from 0
+    decay_start: float = (
+        0.5  # linear decay to 0 from this share of the iterations on (when there are no milestones)
+    )
+    milestones: tuple[
+        float, ...
+    ] = ()  # shares of the iterations at which the rate is multiplied by decay_factor
+    decay_factor: float = 0.1
+    clip: float = 0.0  # largest gradient norm; 0 is off
+    energy_penalty: float = 0.0  # weight of mean U^2 over data and chains
+    average: float = 0.0  # decay of the exponential weight average that the final model uses; 0 is off
+
+    # Chains
+    kernel: str = "mala"
+    steps: int = 10  # L, Langevin steps per burst
+    bursts: int = 1  # bursts per iteration, each followed by a label move (methods with levels)
+    label_move: str = "full"  # full, block or local
+    block: int = 8  # labels per block
+    store: int = 10_000
+    start: str = "data"  # the store begins as diffused data or as noise
+    restart: float = -1.0  # probability of a fresh start from noise; -1 takes the method's own
+    step_size: float = 0.1  # sigma of a plain EBM; with levels sigma_t is this times the level's noise sd
+    adapt_every: int = 50  # iterations between step-size adaptations; 0 keeps the steps fixed
+    step_minimum: float = 1e-5
+    step_maximum: float = 3.0
+    reject_from: int = 0  # iteration from which Metropolis rejections are on (the paper warms up without)
+
+    # Guard and bookkeeping
+    checkpoint_every: int = 500
+    log_every: int = 50
+    maximum_gap: float = 1e5  # |mean U(data) - mean U(chains)| above this counts as an explosion
+    maximum_rollbacks: int = 3  # roll-backs to the last good checkpoint before giving up
+    compile: bool = False  # compile the Langevin step; needs a C++ compiler, changes rounding only
+
+    # Evaluation after training
+    post_chains: int = 1000  # chains started from noise
+    post_transitions: int = 250  # MGMS transitions (methods with levels)
+    long_run_chains: int = 1000
+    long_run_steps: int = 10_000
+
+    def __post_init__(self) -> None:
+        row = method(self.method)
+        for name in (
+            "iterations",
+            "batch",
+            "steps",
+            "bursts",
+            "store",
+            "width",
+            "hidden",
+            "checkpoint_every",
+        ):
+            _require(self, name, getattr(self, name) >= 1, "at least 1")
+        for name in ("log_every", "post_chains", "post_transitions", "long_run_chains", "long_run_steps"):
+            _require(self, name, getattr(self, name) >= 1, "at least 1")
+        for name in (
+            "train_size",
+            "top",
+            "warm_up",
+            "adapt_every",
+            "reject_from",
+            "maximum_rollbacks",
+            "seed",
+        ):
+            _require(self, name, getattr(self, name) >= 0, "0 or more")
+        for name in ("floor", "clip", "energy_penalty"):
+            _require(self, name, getattr(self, name) >= 0, "0 or more")
+        for name in ("learning_rate", "step_size", "step_minimum", "maximum_gap", "first_sd"):
+            _require(self, name, getattr(self, name) > 0, "positive")
+        for name in ("average", "beta1"):
+            _require(self, name, 0 <= getattr(self, name) < 1, "in [0, 1)")
+        _require(self, "block", self.block >= 2, "at least 2")
+        _require(self, "decay_start", 0 <= self.decay_start <= 1, "between 0 and 1")
+        _require(self, "decay_factor", 0 < self.decay_factor <= 1, "in (0, 1]")
+        _require(self, "milestones", all(0 < m <= 1 for m in self.milestones), "shares in (0, 1]")
+        _require(self, "restart", self.restart == -1 or 0 <= self.restart <= 1, "-1 or a probability")
+        _require(self, "step_maximum", self.step_maximum >= self.step_minimum, "at least step_minimum")
+        for name, choices in (
+            ("kernel", list(KERNELS)),
+            ("ladder", ["geometric", "paper"]),
+            ("optimiser", ["adam", "sgd"]),
+            ("label_move", ["full", "block", "local"]),
+            ("start", ["data", "noise"]),
+        ):
+            value = getattr(self, name)
+            _require(self, name, value in choices, f"one of {', '.join(choices)}")
+        if row.start == "store" and self.store < self.batch:
+            raise InputError(f"store={self.store} must hold at least batch={self.batch} chains")
+
+    @property
+    def restart_probability(self) -> float:
+        return method(self.method).restart if self.restart < 0 else self.restart
+
+    @property
+    def gradients_per_iteration(self) -> int:
+        """Energy gradients per chain in one iteration: one to start each burst and one a step."""
+        bursts = self.bursts if self.method == "da" else 1
+        return bursts * (self.steps + 1)
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Config:
+        unknown = set(values) - {f.name for f in dataclasses.fields(cls)}
+        if unknown:
+            raise InputError(f"unknown setting {min(unknown)!r}: this version of daebm does not have it")
+        values = dict(values)
+        if "milestones" in values:
+            values["milestones"] = tuple(values["milestones"])
+        return cls(**values)
+
+    def difference(self, other: Config) -> str | None:
+        """The first setting in which two configs differ, as 'key: a here, b there'."""
+        for field in dataclasses.fields(self):
+            a, b = getattr(self, field.name), getattr(other, field.name)
+            if a != b:
+                return f"{field.name} is {a!r} in one and {b!r} in the other"
+        return None
+
+
+def _require(config: Config, name: str, holds: bool, what: str) -> None:
+    value = getattr(config, name)
+    if not holds or (isinstance(value, float) and not math.isfinite(value)):
+        raise InputError(f"{name} must be {what}, got {value!r}")
+
+
+PresetTable = dict[str, dict[str, dict[str, Any]]]
+"""preset -> {"all" or a method -> {setting: value}}."""
+
+
+def resolve(
+    experiment: str,
+    presets: PresetTable,
+    method_name: str = "da",
+    preset: str = "default",
+    seed: int = 0,
+    overrides: dict[str, str] | None = None,
+) -> Config:
+    """Defaults, then the preset's settings for all methods, then those for this one, then the overrides."""
+    row = method(method_name)
+    if preset not in presets:
+        raise InputError(f"unknown preset {preset!r} of {experiment}: choose one of {', '.join(presets)}")
+    values: dict[str, Any] = {"kernel": row.kernel}
+    values |= presets[preset].get("all", {}) | presets[preset].get(method_name, {})
+    values |= {key: _parse(key, text) for key, text in (overrides or {}).items()}
+    return Config(experiment=experiment, method=method_name, preset=preset, seed=seed, **values)
+
+
+def _parse(key: str, text: str) -> Any:
+    kinds = get_type_hints(Config)
+    if key not in kinds or key in ("experiment", "method", "preset", "seed"):
+        close = ", ".join(name for name in kinds if key[:4] in name) or "see `daebm show`"
+        raise InputError(f"unknown setting {key!r} (close: {close})")
+    kind = kinds[key]
+    try:
+        if kind is bool:
+            return {"true": True, "false": False}[text.lower()]
+        if kind is int:
+            return int(text)
+        if kind is float:
+            return float(text)
+        if kind is str:
+            return text
+        return tuple(float(part) for part in json.loads(text))
+    except (ValueError, KeyError, TypeError) as error:
+        what = {bool: "true or false", int: "a whole number", float: "a number"}.get(
+            kind, "a list like [0.5, 0.8]"
+        )
+        raise InputError(f"{key} must be {what}, got {text!r}") from error
+
+
+def check_methods(names: list[str]) -> list[str]:
+    """``all`` stands for every method."""
+    return list(METHODS) if names == ["all"] else [method(name).name for name in names]

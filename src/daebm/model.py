@@ -1,0 +1,157 @@
+"""A trained model: energies, samples and long runs in the data's own units; save and load."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from daebm import checkpoint, sampling
+from daebm.config import Config
+from daebm.errors import CheckpointError, InputError
+from daebm.ladder import Ladder
+from daebm.methods import method
+from daebm.samplers.langevin import KERNELS, Info
+from daebm.samplers.mgms import label_move
+from daebm.state import CHECKPOINT, STATE, build_network
+
+Array = TypeVar("Array", np.ndarray[Any, Any], Tensor)
+CHUNK = 1 << 16  # rows per network evaluation; bounds memory
+
+
+@dataclass(eq=False)
+class Model:
+    """U(x, t) with its ladder, frozen step sizes and units. x is in data units; a level-t point is
+    shift + scale * (sqrt(abar_t) z + sqrt(v_t) eps) for standardised z."""
+
+    config: Config
+    network: nn.Module
+    ladder: Ladder
+    sigma: Tensor
+    event: tuple[int, ...]
+    shift: float
+    scale: float
+
+    def __post_init__(self) -> None:
+        self.network.eval().requires_grad_(False)
+
+    def energy(self, x: Array, t: int | Array = 0) -> Array:
+        """U(x, t) for x of shape (n, ...) and one level or n of them; numpy in, numpy out; torch in, torch out."""
+        points = self._points(x)
+        t_array = torch.as_tensor(np.asarray(t) if not isinstance(t, Tensor) else t)
+        if t_array.is_floating_point() or t_array.numel() not in (1, len(points)):
+            raise InputError(f"t must be one whole number or {len(points)} of them, got {t!r}")
+        if len(points) and not 0 <= int(t_array.min()) <= int(t_array.max()) <= self.ladder.top:
+            raise InputError(f"t must lie in 0..{self.ladder.top}, the levels of this model, got {t!r}")
+        levels = t_array.long().reshape(-1).expand(len(points))
+        with torch.no_grad():
+            starts = range(0, max(len(points), 1), CHUNK)
+            parts = [self.network(points[i : i + CHUNK], levels[i : i + CHUNK]) for i in starts]
+        return self._like(torch.cat(parts), x)
+
+    def sample(self, count: int, seed: int = 0, visits: int = 1, clean: bool = True) -> np.ndarray[Any, Any]:
+        """``count`` samples at t = 0, started from noise, shape (count, ...).
+
+        With levels: Algorithm 3 with stopping rule M = ``visits``. A plain EBM runs the Langevin steps its method
+        uses. ``clean`` removes the noise floor by Tweedie's formula, where there is one.
+        """
+        drawn = self.draw(count, torch.Generator().manual_seed(seed), visits)
+        return self.to_data(self.cleaned(drawn.x) if clean else drawn.x).numpy()
+
+    def long_run(self, x: Array, steps: int, seed: int = 0, kernel: str = "mala") -> Array:
+        """``steps`` Langevin steps at t = 0 from data points x; how many steps a chain keeps its place tells a lot."""
+        end, _info = self.run_at_zero(self._points(x), steps, torch.Generator().manual_seed(seed), kernel)
+        return self._like(self.to_data(end), x)
+
+    # The same in standardised units, for whoever wants every detail.
+
+    def sampler(self) -> sampling.Sampler:
+        config = self.config
+        move = label_move(config.label_move, self.ladder.top, config.block)
+        return sampling.Sampler(
+            KERNELS[config.kernel], self.network, self.ladder, self.sigma, config.steps, move
+        )
+
+    def draw(self, count: int, generator: torch.Generator, visits: int = 1) -> sampling.Drawn:
+        """Samples from noise by the method's own way."""
+        row, sampler = method(self.config.method), self.sampler()
+        start = sampling.from_noise(sampler, self.event, count, generator)
+        with torch.no_grad():
+            if row.name == "da":
+                return sampling.until_visits(sampler, start, visits, generator)
+            if row.name == "drl":
+                return sampling.recovery(sampler, start, generator)
+            steps = row.post_steps * self.config.steps
+            x, _info = self.run_at_zero(start.x, steps, generator, self.config.kernel)
+        return sampling.Drawn(x, start.t, (steps + 1) * count)
+
+    def run_at_zero(
+        self, x: Tensor, steps: int, generator: torch.Generator, kernel: str, observe: Any = None
+    ) -> tuple[Tensor, Info]:
+        if kernel not in KERNELS:
+            raise InputError(f"unknown kernel {kernel!r}: choose one of {', '.join(KERNELS)}")
+        with torch.no_grad():
+            return sampling.long_run(
+                KERNELS[kernel], self.network, x, float(self.sigma[0]), steps, generator, observe
+            )
+
+    def cleaned(self, x: Tensor) -> Tensor:
+        return sampling.tweedie(self.network, x, self.ladder.floor) if self.ladder.floor > 0 else x
+
+    def to_data(self, x: Tensor) -> Tensor:
+        return self.shift + self.scale * x
+
+    def standardise(self, x: Tensor) -> Tensor:
+        return (x - self.shift) / self.scale
+
+    def save(self, folder: str | Path) -> None:
+        """Write model.safetensors and model.json: weights, ladder and step sizes, without the training state."""
+        tensors = {f"network.{k}": v for k, v in self.network.state_dict().items()}
+        tensors |= {
+            "ladder.abar": self.ladder.abar,
+            "ladder.variance": self.ladder.variance,
+            "sigma": self.sigma,
+        }
+        data = {"event": list(self.event), "shift": self.shift, "scale": self.scale}
+        checkpoint.write(Path(folder), "model", tensors, {"config": self.config.to_json(), "data": data})
+
+    def _points(self, x: Array) -> Tensor:
+        points = torch.as_tensor(x)
+        if tuple(points.shape[1:]) != self.event or points.ndim < 2:
+            raise InputError(
+                f"x must have shape (n, {', '.join(map(str, self.event))}), got {tuple(points.shape)}"
+            )
+        if not torch.isfinite(points).all():
+            raise InputError("x holds a NaN or infinite value: remove or impute such rows")
+        return self.standardise(points.float())
+
+    @staticmethod
+    def _like(result: Tensor, x: Array) -> Array:
+        if isinstance(x, Tensor):
+            return result.to(x.dtype if x.is_floating_point() else result.dtype)
+        return result.numpy().astype(x.dtype if x.dtype.kind == "f" else np.float32)
+
+
+def load(folder: str | Path) -> Model:
+    """The model in a run folder (its latest checkpoint, averaged weights if it has them) or in a model folder."""
+    folder = Path(folder)
+    if checkpoint.exists(folder / CHECKPOINT, STATE):
+        tensors, facts = checkpoint.read(folder / CHECKPOINT, STATE)
+        sigma = tensors["steps.sigma"]
+    elif checkpoint.exists(folder, "model"):
+        tensors, facts = checkpoint.read(folder, "model")
+        sigma = tensors["sigma"]
+    else:
+        raise CheckpointError(f"{folder} holds no daebm run or model: name the folder of `daebm run --out`")
+    config = Config.from_json(facts["config"])
+    ladder = Ladder(tensors["ladder.abar"], tensors["ladder.variance"])
+    event = tuple(facts["data"]["event"])
+    network = build_network(config, event, ladder)
+    weights = {k.removeprefix("network."): v for k, v in tensors.items() if k.startswith("network.")}
+    weights |= {k.removeprefix("average."): v for k, v in tensors.items() if k.startswith("average.")}
+    network.load_state_dict(weights)
+    return Model(config, network, ladder, sigma, event, facts["data"]["shift"], facts["data"]["scale"])

@@ -1,0 +1,208 @@
+"""A run: train, evaluate and report into one folder, which is never overwritten without being asked."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.numpy import load, save
+from tqdm import tqdm
+
+from daebm import checkpoint, model, report
+from daebm.config import Config
+from daebm.errors import CheckpointError, DivergenceError, InputError
+from daebm.experiments import experiment
+from daebm.experiments.base import Arrays, Summary, Trained
+from daebm.training import train
+
+CONFIG, SUMMARY, SAMPLES = "config.json", "summary.json", "samples.safetensors"
+# The evaluation draws from its own stream, so that looking at a model never changes a training run.
+EVALUATION_SEED = 10_000_019
+
+
+def run(
+    config: Config, folder: Path, resume: bool = False, overwrite: bool = False, tensorboard: bool = False
+) -> Summary:
+    """Do, or continue, the run described by ``config`` in ``folder``; returns its summary."""
+    dataset = experiment(config.experiment).dataset(config)  # before anything is written
+    finished = _prepare(config, folder, resume, overwrite)
+    if finished is not None:
+        return finished
+    log = _Log(config, folder if tensorboard else None)
+    try:
+        state, _ladder = train(config, dataset, folder, resume, log)
+    except DivergenceError as error:
+        checkpoint.write_json(
+            folder / SUMMARY, {"status": "diverged", "reason": str(error), **_facts(config)}
+        )
+        raise
+    finally:
+        log.close()
+    generator = torch.Generator().manual_seed(config.seed + EVALUATION_SEED)
+    trained = Trained(model.load(folder), dataset, state.chains, config, generator)
+    clock = time.perf_counter()
+    measured, arrays = experiment(config.experiment).evaluate(trained)
+    summary: Summary = {
+        "status": "finished",
+        **_facts(config),
+        **measured,
+        **_training_facts(config, state),
+        "evaluation_seconds": round(time.perf_counter() - clock, 1),
+    }
+    checkpoint.write_atomically(folder / SAMPLES, save(arrays))
+    checkpoint.write_json(folder / SUMMARY, _json(summary))
+    report.write_run(folder, config, summary, arrays)
+    return summary
+
+
+def _prepare(config: Config, folder: Path, resume: bool, overwrite: bool) -> Summary | None:
+    """Make the folder ready for a new or continued run; the summary if it is finished already."""
+    holds_run = (folder / CONFIG).exists()
+    if resume:
+        if not holds_run:
+            raise InputError(f"there is no run to resume in {folder}: leave --resume out to start one there")
+        before = Config.from_json(checkpoint.read_json(folder / CONFIG))
+        difference = config.difference(before)
+        if difference is not None:
+            raise CheckpointError(
+                f"the run in {folder} was begun with other settings ({difference}): "
+                "resume with the same ones or choose another --out"
+            )
+        summary = folder / SUMMARY
+        if summary.exists() and checkpoint.read_json(summary).get("status") == "finished":
+            done: Summary = checkpoint.read_json(summary)
+            return done
+        return None
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{folder} is a file: choose another --out")
+    if holds_run and not overwrite:
+        raise InputError(f"{folder} already holds a run: add --resume, --overwrite or choose another --out")
+    if folder.exists() and any(folder.iterdir()) and not holds_run:
+        raise InputError(f"{folder} is not empty and holds no daebm run: choose another --out")
+    try:
+        if holds_run:
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        checkpoint.write_json(folder / CONFIG, config.to_json())
+    except OSError as error:
+        raise InputError(f"cannot write to {folder} ({error.strerror}): choose another --out") from error
+    return None
+
+
+def matched_iterations(config: Config, reference: Config) -> Config:
+    """``config`` with as many iterations as spend the gradient evaluations of ``reference``, chains counted."""
+    total = reference.iterations * reference.gradients_per_iteration * reference.batch
+    iterations = max(1, round(total / (config.gradients_per_iteration * config.batch)))
+    every = max(1, iterations // 20)
+    return dataclasses.replace(
+        config,
+        iterations=iterations,
+        checkpoint_every=min(config.checkpoint_every, every),
+        log_every=min(config.log_every, max(1, iterations // 50)),
+        warm_up=min(config.warm_up, iterations // 20),
+        adapt_every=min(config.adapt_every, every),
+    )
+
+
+def load_finished(folder: Path) -> tuple[Config, Summary, Arrays]:
+    """Config, summary and stored arrays of a finished run."""
+    if not (folder / SUMMARY).exists() or not (folder / SAMPLES).exists():
+        raise InputError(f"{folder} holds no finished run: name a folder that `daebm run` has completed")
+    config = Config.from_json(checkpoint.read_json(folder / CONFIG))
+    return config, checkpoint.read_json(folder / SUMMARY), load((folder / SAMPLES).read_bytes())
+
+
+def _facts(config: Config) -> Summary:
+    return {
+        "experiment": config.experiment,
+        "method": config.method,
+        "preset": config.preset,
+        "seed": config.seed,
+        "command": "daebm " + " ".join(sys.argv[1:]) if Path(sys.argv[0]).name == "daebm" else "",
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+
+
+def _training_facts(config: Config, state: Any) -> Summary:
+    store = state.chains
+    levels = len(state.steps.sigma)
+    facts: Summary = {
+        "iterations": state.iteration,
+        "training_gradients": state.iteration * config.gradients_per_iteration * config.batch,
+        "train_seconds": round(state.seconds, 1),
+        "rollbacks": state.rollbacks,
+        "learning_rate_scale": state.rate_scale,
+        "nonfinite_proposals": state.nonfinite,
+        "step_sizes": state.steps.sigma.tolist(),
+    }
+    if levels > 1 and config.method == "da":
+        facts["label_share_of_uniform"] = (
+            torch.bincount(store.t, minlength=levels) * levels / len(store)
+        ).tolist()
+        facts["round_trips_per_chain"] = float(store.trips.float().mean())
+    return facts
+
+
+def _json(value: Any) -> Any:
+    """Numbers that JSON can hold: a measure that came out as NaN or infinite is null, never a made-up figure."""
+    if isinstance(value, dict):
+        return {key: _json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json(item) for item in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and not np.isfinite(value):
+        return None
+    return value
+
+
+class _Log:
+    """The progress bar and, on request, TensorBoard."""
+
+    def __init__(self, config: Config, tensorboard_folder: Path | None) -> None:
+        self.bar = tqdm(
+            total=config.iterations,
+            desc=f"{config.experiment} {config.method}",
+            disable=None,
+            mininterval=0.5,
+            bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
+        )
+        self.writer: Any = None
+        if tensorboard_folder is not None:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                raise InputError("TensorBoard is not installed: pip install 'daebm[tensorboard]'") from error
+            self.writer = SummaryWriter(str(tensorboard_folder / "tensorboard"))
+
+    def __call__(self, metrics: dict[str, Any]) -> None:
+        if "event" in metrics:
+            self.bar.write(
+                f"rolled back from iteration {metrics['iteration']} to {metrics['to']}: {metrics['reason']}; "
+                f"learning rate now x{metrics['rate_scale']:g}",
+                file=sys.stderr,
+            )
+        else:
+            self.bar.set_postfix_str(
+                f"gap {metrics['gap']:+.3f}, acceptance {metrics['acceptance']:.2f}", refresh=False
+            )
+            if self.writer is not None:
+                for key, value in metrics.items():
+                    self.writer.add_scalar(key, value, metrics["iteration"])
+        self.bar.update(metrics.get("to", metrics["iteration"]) - self.bar.n)
+
+    def close(self) -> None:
+        self.bar.close()
+        if self.writer is not None:
+            self.writer.close()

@@ -1,0 +1,149 @@
+"""Samples after training, in standardised units, with frozen step sizes: from noise, and long runs from data.
+
+Every function counts the energy gradients it spent, over all chains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from daebm.errors import DaebmError, InputError
+from daebm.ladder import Ladder
+from daebm.methods import conditional, conditional_sigma
+from daebm.samplers import langevin
+from daebm.samplers.langevin import Info, Kernel, State
+from daebm.samplers.mgms import Energy, LabelMove, transition
+
+
+class Drawn(NamedTuple):
+    """Samples x (n, ...), their levels (n,), and the gradients spent on all of them together."""
+
+    x: Tensor
+    t: Tensor
+    gradients: int
+
+
+class Sampler(NamedTuple):
+    """What moves a chain of a model with levels: Algorithm 2 with everything but the chain fixed."""
+
+    kernel: Kernel
+    energy: Energy
+    ladder: Ladder
+    sigma: Tensor
+    steps: int
+    move: LabelMove
+
+
+def from_noise(sampler: Sampler, event: tuple[int, ...], count: int, generator: torch.Generator) -> Drawn:
+    """The starting point of Algorithm 3: x ~ N(0, I) at level T."""
+    _positive(count=count)
+    x = torch.randn(count, *event, generator=generator)
+    return Drawn(x, torch.full((count,), sampler.ladder.top), 0)
+
+
+def transitions(sampler: Sampler, start: Drawn, count: int, generator: torch.Generator) -> Drawn:
+    """``count`` MGMS transitions of every chain. Those that end at t = 0 are samples of the data's level."""
+    _positive(transitions=count)
+    x, t = start.x, start.t
+    for _ in range(count):
+        x, t, _info = transition(
+            sampler.kernel, sampler.energy, x, t, sampler.sigma, sampler.steps, sampler.move, generator
+        )
+    return Drawn(x, t, start.gradients + count * (sampler.steps + 1) * len(x))
+
+
+def until_visits(
+    sampler: Sampler, start: Drawn, visits: int, generator: torch.Generator, maximum: int = 100_000
+) -> Drawn:
+    """Algorithm 3: each chain runs until ``visits`` (M) of its transitions have ended at t = 0; x at that moment.
+
+    A visit counts however long the chain has been there, as in the released code. Chains that have arrived stop, so
+    the cost is what their own stopping times add up to.
+    """
+    _positive(visits=visits, maximum=maximum)
+    x, t = start.x.clone(), start.t.clone()
+    missing = torch.full_like(t, visits)
+    gradients = start.gradients
+    for _ in range(maximum):
+        active = (missing > 0).nonzero().squeeze(1)
+        if len(active) == 0:
+            return Drawn(x, t, gradients)
+        x[active], t[active], _info = transition(
+            sampler.kernel,
+            sampler.energy,
+            x[active],
+            t[active],
+            sampler.sigma,
+            sampler.steps,
+            sampler.move,
+            generator,
+        )
+        missing[active] -= (t[active] == 0).long()
+        gradients += (sampler.steps + 1) * len(active)
+    raise DaebmError(
+        f"{int((missing > 0).sum())} of {len(x)} chains did not reach level 0 {visits} times within {maximum} "
+        "transitions: the labels of this model hardly mix; raise the limit, or train with more levels"
+    )
+
+
+def annealed(sampler: Sampler, start: Drawn, steps: int, generator: torch.Generator) -> Drawn:
+    """A time-annealed start: ``steps`` Langevin steps at each level from T down to 0.
+
+    Not exact in itself, but a good place to start an exact chain from.
+    """
+    x, gradients = start.x, start.gradients
+    for level in range(sampler.ladder.top, -1, -1):
+        t = torch.full((len(x),), level)
+        x, _info = langevin.run(
+            sampler.kernel, _at(sampler.energy, t), x, float(sampler.sigma[level]), steps, generator
+        )
+        gradients += (steps + 1) * len(x)
+    return Drawn(x, torch.zeros_like(start.t), gradients)
+
+
+def recovery(sampler: Sampler, start: Drawn, generator: torch.Generator) -> Drawn:
+    """DRL's sequential sampling: from level T down, L conditional Langevin steps at each level."""
+    x, gradients = start.x, start.gradients
+    for level in range(sampler.ladder.top - 1, -1, -1):
+        t = torch.full((len(x),), level)
+        target = conditional(sampler.energy, sampler.ladder, t, x)
+        sigma = conditional_sigma(sampler.sigma, sampler.ladder, t).to(x.dtype)
+        scaled = x / sampler.ladder.alpha[level + 1].sqrt().to(x.dtype)
+        x, _info = langevin.run(sampler.kernel, target, scaled, sigma, sampler.steps, generator)
+        gradients += (sampler.steps + 1) * len(x)
+    return Drawn(x, torch.zeros_like(start.t), gradients)
+
+
+def long_run(
+    kernel: Kernel,
+    energy: Energy,
+    x: Tensor,
+    sigma: float,
+    steps: int,
+    generator: torch.Generator,
+    observe: Callable[[int, State], None] | None = None,
+) -> tuple[Tensor, Info]:
+    """Langevin steps at t = 0 from given points, usually data: does the model hold them where they belong?"""
+    t = torch.zeros(len(x), dtype=torch.long)
+    return langevin.run(kernel, _at(energy, t), x, sigma, steps, generator, observe)
+
+
+def tweedie(energy: Energy, x: Tensor, floor: float) -> Tensor:
+    """E[clean | x] under the model, x - floor^2 grad U(x, 0): level 0 holds noise of sd ``floor``, this removes it."""
+    t = torch.zeros(len(x), dtype=torch.long)
+    _value, grad = langevin.energy_and_gradient(_at(energy, t), x)
+    return x - floor**2 * grad
+
+
+def _at(energy: Energy, t: Tensor) -> langevin.PlainEnergy:
+    return lambda x: energy(x, t)
+
+
+def _positive(**counts: int) -> None:
+    for name, count in counts.items():
+        if count < 1:
+            raise InputError(f"{name} must be at least 1, got {count}")

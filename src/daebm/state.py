@@ -1,0 +1,196 @@
+"""The training state: all that a run's future depends on, how it starts, and how it is saved and restored."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from daebm import checkpoint, networks
+from daebm.chains import Chains
+from daebm.config import Config
+from daebm.data import Dataset
+from daebm.errors import CheckpointError
+from daebm.ladder import Ladder
+from daebm.methods import method
+from daebm.samplers.adapt import StepSizes
+
+CHECKPOINT, STATE = "checkpoint", "state"  # folder and file name inside a run
+
+
+@dataclass(eq=False)
+class TrainingState:
+    """Everything that a run's future depends on. What is not in here cannot influence the result."""
+
+    network: nn.Module
+    optimiser: torch.optim.Optimizer
+    average: dict[str, Tensor]  # averaged weights; empty when averaging is off
+    chains: Chains
+    steps: StepSizes
+    generator: torch.Generator
+    order: Tensor  # this epoch's permutation of the data
+    cursor: int  # how much of it is used up
+    iteration: int
+    rate_scale: float  # lowered at each roll-back
+    rollbacks: int
+    nonfinite: int  # proposals and label energies refused so far
+    seconds: float  # spent in training, over all sessions; reported, never read by a schedule
+
+
+def build_ladder(config: Config, dimension: int) -> Ladder:
+    """The ladder that a config describes: one level for the plain EBMs."""
+    if not method(config.method).ladder:
+        return Ladder.single(config.floor)
+    if config.ladder == "paper":
+        return Ladder.paper(config.top, config.delta_first, config.delta_last)
+    return Ladder.geometric(
+        dimension, config.floor, config.first_sd, config.last_variance, config.top or None
+    )
+
+
+def build_network(config: Config, event: tuple[int, ...], ladder: Ladder) -> nn.Module:
+    network = networks.build(config.network, event, ladder, config.width, config.hidden)
+    return networks.GaussianTop(network, ladder.top) if config.method == "drl" else network
+
+
+def initial_sigma(config: Config, ladder: Ladder) -> Tensor:
+    """step_size itself for a plain EBM; step_size times a noise sd per level otherwise.
+
+    The sd is the level's own increment sqrt(1 - alpha_t) on the paper's ladder (which writes sqrt(1 - alpha_t^2),
+    with the square root already in its alpha), the total noise sqrt(v_t) on a geometric one. DRL's chain at level
+    t moves on the scale of the increment to t + 1. A clean level 0 takes the step of level 1.
+    """
+    if ladder.levels == 1:
+        return torch.full((1,), config.step_size, dtype=torch.float64)
+    increment = ladder.step_variance.sqrt()
+    if config.method == "drl":
+        return config.step_size * torch.cat([increment[1:], increment[-1:]])
+    sd = increment if config.ladder == "paper" else ladder.variance.sqrt()
+    return config.step_size * torch.where(sd > 0, sd, sd[1])
+
+
+def start(config: Config, data: Tensor, ladder: Ladder) -> TrainingState:
+    """The state before the first iteration, from the seed alone. ``data`` is standardised."""
+    generator = torch.Generator().manual_seed(config.seed)
+    event = tuple(data.shape[1:])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int(torch.randint(2**62, (1,), generator=generator)))
+        network = build_network(config, event, ladder)
+    if config.start == "data":
+        chains = Chains.from_data(config.store, data, ladder, generator)
+    else:
+        chains = Chains.from_noise(config.store, event, ladder, generator)
+    return TrainingState(
+        network=network,
+        optimiser=_optimiser(config, network),
+        average={k: v.detach().clone() for k, v in network.named_parameters()} if config.average else {},
+        chains=chains,
+        steps=StepSizes.start(
+            initial_sigma(config, ladder),
+            (config.step_minimum, config.step_maximum),
+            minimum_count=max(20, config.batch // ladder.levels),
+        ),
+        generator=generator,
+        order=torch.randperm(len(data), generator=generator),
+        cursor=0,
+        iteration=0,
+        rate_scale=1.0,
+        rollbacks=0,
+        nonfinite=0,
+        seconds=0.0,
+    )
+
+
+def _optimiser(config: Config, network: nn.Module) -> torch.optim.Optimizer:
+    if config.optimiser == "sgd":
+        return torch.optim.SGD(network.parameters(), lr=config.learning_rate)
+    return torch.optim.Adam(network.parameters(), lr=config.learning_rate, betas=(config.beta1, 0.999))
+
+
+@dataclass(eq=False)
+class Saved:
+    """The last good state, in ``folder/checkpoint`` or, without a folder, in memory."""
+
+    config: Config
+    dataset: Dataset
+    ladder: Ladder
+    folder: Path | None
+    memory: tuple[dict[str, Tensor], dict[str, Any]] | None = None
+
+    @property
+    def exists(self) -> bool:
+        if self.folder is None:
+            return self.memory is not None
+        return checkpoint.exists(self.folder / CHECKPOINT, STATE)
+
+    def save(self, state: TrainingState) -> None:
+        tensors, facts = _pack(state)
+        facts["config"] = self.config.to_json()
+        facts["data"] = {
+            "event": list(self.dataset.event),
+            "shift": self.dataset.shift,
+            "scale": self.dataset.scale,
+        }
+        tensors["ladder.abar"], tensors["ladder.variance"] = self.ladder.abar, self.ladder.variance
+        if self.folder is None:
+            self.memory = copy.deepcopy((tensors, facts))
+        else:
+            checkpoint.write(self.folder / CHECKPOINT, STATE, tensors, facts)
+
+    def load(self, state: TrainingState) -> None:
+        """Overwrite ``state`` by what was saved last."""
+        if self.folder is None:
+            assert self.memory is not None
+            tensors, facts = copy.deepcopy(self.memory)
+        else:
+            tensors, facts = checkpoint.read(self.folder / CHECKPOINT, STATE)
+            difference = self.config.difference(Config.from_json(facts["config"]))
+            if difference is not None:
+                raise CheckpointError(
+                    f"{self.folder} was begun with other settings ({difference}): "
+                    "resume with the same ones or choose another --out"
+                )
+        _unpack(state, tensors, facts)
+
+
+def _pack(state: TrainingState) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    tensors = {f"network.{k}": v for k, v in state.network.state_dict().items()}
+    tensors |= {f"average.{k}": v for k, v in state.average.items()}
+    for index, entries in state.optimiser.state_dict()["state"].items():
+        tensors |= {f"optimiser.{index}.{k}": torch.as_tensor(v) for k, v in entries.items()}
+    for name in ("x", "t", "stage", "trips"):
+        tensors[f"chains.{name}"] = getattr(state.chains, name)
+    for name in ("sigma", "total", "count"):
+        tensors[f"steps.{name}"] = getattr(state.steps, name)
+    tensors["generator"] = state.generator.get_state()
+    tensors["order"] = state.order
+    return tensors, {name: getattr(state, name) for name in _NUMBERS}
+
+
+def _unpack(state: TrainingState, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+    state.network.load_state_dict(_part(tensors, "network"))
+    state.average = _part(tensors, "average")
+    entries: dict[int, dict[str, Tensor]] = {}
+    for key, value in _part(tensors, "optimiser").items():
+        index, name = key.split(".")
+        entries.setdefault(int(index), {})[name] = value
+    groups = state.optimiser.state_dict()["param_groups"]
+    state.optimiser.load_state_dict({"state": entries, "param_groups": groups})
+    state.chains = Chains(**_part(tensors, "chains"))
+    for name, value in _part(tensors, "steps").items():
+        setattr(state.steps, name, value)
+    state.generator.set_state(tensors["generator"])
+    state.order = tensors["order"]
+    for name in _NUMBERS:
+        setattr(state, name, facts[name])
+
+
+_NUMBERS = ("cursor", "iteration", "rate_scale", "rollbacks", "nonfinite", "seconds")
+
+
+def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {k.removeprefix(prefix + "."): v for k, v in tensors.items() if k.startswith(prefix + ".")}

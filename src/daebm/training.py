@@ -1,0 +1,232 @@
+"""Maximum likelihood by stochastic approximation (Algorithm 1): the one training loop of all six methods."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from daebm.config import Config
+from daebm.data import Dataset
+from daebm.errors import DivergenceError, InputError
+from daebm.ladder import MINIMUM_NOISE_OVERLAP, Ladder, noise_overlap
+from daebm.methods import draw_negatives, method
+from daebm.samplers.langevin import KERNELS, Kernel
+from daebm.state import Saved, TrainingState, build_ladder, start
+
+ROLLBACK_RATE_FACTOR = 0.5  # the learning rate after a roll-back, relative to before
+
+
+def learning_rate(config: Config, iteration: int) -> float:
+    """Linear warm-up, then a staircase at the milestones or, without any, constant and linear to zero."""
+    share = iteration / config.iterations
+    rate = config.learning_rate * min(1.0, (iteration + 1) / (config.warm_up + 1))
+    if config.milestones:
+        return float(rate * config.decay_factor ** sum(share >= m for m in config.milestones))
+    return rate * min(1.0, (1 - share) / max(1 - config.decay_start, 1e-12))
+
+
+def train(
+    config: Config,
+    dataset: Dataset,
+    folder: Path | None = None,
+    resume: bool = False,
+    report: Callable[[dict[str, Any]], None] = lambda metrics: None,
+) -> tuple[TrainingState, Ladder]:
+    """Train to the end of the budget; ``report`` gets the metrics every ``log_every`` iterations.
+
+    With a folder, checkpoints go to ``folder/checkpoint`` and metrics to ``folder/metrics.jsonl``, and ``resume``
+    continues from there bit for bit. Without one the guard rolls back to a copy in memory.
+    """
+    data = dataset.standardise(dataset.train)
+    ladder = build_ladder(config, data[0].numel())
+    _check_overlap(config, ladder, data)
+    state = start(config, data, ladder)
+    saved = Saved(config, dataset, ladder, folder)
+    if resume and saved.exists:
+        saved.load(state)
+    else:
+        saved.save(state)
+    metrics_file = None if folder is None else _Metrics(folder / "metrics.jsonl", state.iteration)
+    kernel = KERNELS[config.kernel]
+    if config.compile:
+        kernel = torch.compile(kernel, dynamic=False)
+    clock = time.perf_counter()
+
+    while state.iteration < config.iterations:
+        metrics = step(config, state, data, ladder, kernel)
+        trouble = _trouble(config, metrics)
+        if trouble is None and state.iteration % config.checkpoint_every == 0:
+            trouble = _bad_weights(state.network)
+        now = time.perf_counter()
+        state.seconds, clock = state.seconds + now - clock, now
+
+        if trouble is not None:
+            failed, rollbacks = state.iteration, state.rollbacks
+            if rollbacks >= config.maximum_rollbacks:
+                raise DivergenceError(
+                    f"training diverged at iteration {failed} ({trouble}) after {rollbacks} roll-backs: "
+                    f"lower learning_rate (now {config.learning_rate:g}) or raise energy_penalty; "
+                    "the last good checkpoint is kept"
+                )
+            saved.load(state)
+            state.rollbacks = rollbacks + 1
+            state.rate_scale *= ROLLBACK_RATE_FACTOR
+            saved.save(state)
+            event = {
+                "iteration": failed,
+                "event": "roll-back",
+                "reason": trouble,
+                "to": state.iteration,
+                "rate_scale": state.rate_scale,
+            }
+            report(event)
+            if metrics_file is not None:
+                metrics_file.restart(state.iteration, event)
+            continue
+
+        if state.iteration % config.log_every == 0 or state.iteration == config.iterations:
+            metrics["seconds"] = round(state.seconds, 3)
+            report(metrics)
+            if metrics_file is not None:
+                metrics_file.write(metrics)
+        if config.adapt_every and state.iteration % config.adapt_every == 0:
+            state.steps.adapt()
+        if state.iteration % config.checkpoint_every == 0 or state.iteration == config.iterations:
+            saved.save(state)
+    return state, ladder
+
+
+def step(
+    config: Config, state: TrainingState, data: Tensor, ladder: Ladder, kernel: Kernel
+) -> dict[str, Any]:
+    """One iteration: data at random levels, chains moved, one gradient step on mean U(data) - mean U(chains)."""
+    row = method(config.method)
+    network, generator = state.network, state.generator
+
+    # Data side (lines 3-4): points in shuffled order, levels uniform. DRL pairs level t with t + 1.
+    z = data[_next_batch(state, len(data), config.batch)]
+    highest = ladder.top - 1 if row.start == "partner" else ladder.top
+    t_data = torch.randint(highest + 1, (len(z),), generator=generator)
+    x_data = ladder.diffuse(z, t_data, generator)
+    partner = ladder.diffuse_up(x_data, t_data, generator) if row.start == "partner" else x_data
+
+    # Chain side (lines 5-6).
+    rejecting = kernel if state.iteration >= config.reject_from else KERNELS["langevin"]
+    with torch.no_grad():
+        negatives = draw_negatives(
+            config,
+            network,
+            rejecting,
+            ladder,
+            state.chains,
+            state.steps.sigma,
+            x_data,
+            t_data,
+            partner,
+            generator,
+        )
+    acceptance = torch.stack([burst.steps.accept_prob for burst in negatives.bursts])
+    for burst in negatives.bursts:
+        state.steps.record(burst.level, burst.steps.accept_prob)
+        state.nonfinite += int(burst.steps.nonfinite.sum() + burst.label_nonfinite.sum())
+
+    # Update (line 7).
+    rate = learning_rate(config, state.iteration) * state.rate_scale
+    for group in state.optimiser.param_groups:
+        group["lr"] = rate
+    u_data = network(x_data, t_data)
+    u_chains = network(negatives.x, negatives.t)
+    gap = u_data.mean() - u_chains.mean()
+    loss = gap + config.energy_penalty * (u_data.square().mean() + u_chains.square().mean())
+    state.optimiser.zero_grad(set_to_none=True)
+    loss.backward()
+    limit = config.clip if config.clip else math.inf
+    grad_norm = nn.utils.clip_grad_norm_(network.parameters(), limit)
+    if torch.isfinite(grad_norm):
+        state.optimiser.step()
+    state.iteration += 1
+    if config.average:
+        # A young average forgets faster, so that it is never dominated by the initial weights.
+        decay = min(config.average, (1 + state.iteration) / (10 + state.iteration))
+        for name, weight in network.named_parameters():
+            state.average[name].lerp_(weight.detach(), 1 - decay)
+    return {
+        "iteration": state.iteration,
+        "loss": loss.item(),
+        "gap": gap.item(),
+        "grad_norm": grad_norm.item(),
+        "acceptance": acceptance.mean().item(),
+        "learning_rate": rate,
+        "nonfinite": state.nonfinite,
+    }
+
+
+def _next_batch(state: TrainingState, size: int, batch: int) -> Tensor:
+    """Indices of the next data points; a new permutation when fewer than a batch are left of the old one."""
+    if state.cursor + batch > size:
+        state.order = torch.randperm(size, generator=state.generator)
+        state.cursor = 0
+    chosen = state.order[state.cursor : state.cursor + batch]
+    state.cursor += batch
+    return chosen
+
+
+def _check_overlap(config: Config, ladder: Ladder, data: Tensor) -> None:
+    """Chains that start as noise at level T must be able to leave it."""
+    if not method(config.method).ladder:
+        return
+    overlap = noise_overlap(ladder, data, torch.Generator().manual_seed(config.seed))
+    if overlap < MINIMUM_NOISE_OVERLAP:
+        raise InputError(
+            f"level T of the ladder overlaps the starting noise N(0, I) by only {overlap:.2g} (at least "
+            f"{MINIMUM_NOISE_OVERLAP} is needed): raise last_variance (now {config.last_variance:g})"
+        )
+
+
+def _trouble(config: Config, metrics: dict[str, Any]) -> str | None:
+    for name in ("loss", "gap", "grad_norm"):
+        if not math.isfinite(metrics[name]):
+            return f"{name} is {metrics[name]}"
+    if abs(metrics["gap"]) > config.maximum_gap:
+        return f"the energy gap is {metrics['gap']:.3g}, beyond maximum_gap={config.maximum_gap:g}"
+    return None
+
+
+def _bad_weights(network: nn.Module) -> str | None:
+    """Checked before a checkpoint is written, so that the last checkpoint is always a good one."""
+    for name, weight in network.named_parameters():
+        if not torch.isfinite(weight).all():
+            return f"weight {name} is not finite"
+    return None
+
+
+class _Metrics:
+    """metrics.jsonl: a line per report. On resume, lines beyond the checkpoint (or cut by a kill) are dropped."""
+
+    def __init__(self, path: Path, iteration: int) -> None:
+        self.path = path
+        self.restart(iteration)
+
+    def restart(self, iteration: int, event: dict[str, Any] | None = None) -> None:
+        kept = []
+        for line in self.path.read_text().splitlines() if self.path.exists() else []:
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                continue
+            if "event" in entry or entry["iteration"] <= iteration:
+                kept.append(line)
+        if event is not None:
+            kept.append(json.dumps(event))
+        self.path.write_text("".join(line + "\n" for line in kept))
+
+    def write(self, entry: dict[str, Any]) -> None:
+        with open(self.path, "a") as file:
+            file.write(json.dumps(entry) + "\n")
