@@ -37,10 +37,6 @@ def z_scores(values: Tensor, expected: Tensor) -> Tensor:
     return (values.mean(0) - expected) / (values.std(0) / math.sqrt(len(values)))
 
 
-def normal_cdf(z: Tensor) -> Tensor:
-    return torch.special.ndtr(z)
-
-
 def statistics(target: Target, x: Tensor) -> tuple[Tensor, Tensor]:
     """Three moments and a share per coordinate: values (n, 4 d) and their exact expectations (4 d,)."""
     x = x.double()
@@ -57,8 +53,8 @@ def statistics(target: Target, x: Tensor) -> tuple[Tensor, Tensor]:
         centre = w @ m
         m = m - centre
         u = x - centre
-        values = [u, u**2, u**3, (u < 0.5).double()]
-        moments = [m, m**2 + v, m**3 + 3 * m * v, normal_cdf((0.5 - m) / v.sqrt())]
+        values = [u, u**2, u**3, (u < 0.25).double()]
+        moments = [m, m**2 + v, m**3 + 3 * m * v, torch.special.ndtr((0.25 - m) / v.sqrt())]
         exact = [w @ moment for moment in moments]
     return torch.cat(values, dim=1), torch.cat(exact)
 
@@ -77,11 +73,11 @@ def cases(dtype: torch.dtype = torch.float64) -> dict[str, Case]:
     def gaussian(mean: list[float], sd: list[float]) -> Gaussian:
         return Gaussian(torch.tensor(mean, dtype=dtype), torch.tensor(sd, dtype=dtype))
 
-    modes = [gaussian([-1.0, 0.5], [0.6, 0.8]), gaussian([1.2, -0.3], [0.4, 1.0])]
+    modes = [gaussian([-0.6, 0.3], [0.35, 0.5]), gaussian([0.7, -0.2], [0.25, 0.6])]
     return {
         "gaussian": Case(gaussian([0.0, 1.0, -2.0, 5.0], [0.35, 0.5, 1.0, 2.0]), 0.6),
         "skewed": Case(Skewed(2, scale=0.4), 0.48),
-        "mixture": Case(Mixture(torch.tensor([0.3, 0.7], dtype=dtype), modes), 0.8),
+        "mixture": Case(Mixture(torch.tensor([0.3, 0.7], dtype=dtype), modes), 0.5),
     }
 
 
@@ -258,9 +254,7 @@ def joint_exact_start(advance: Advance, seed: int) -> JointOutcome:
 def by_transitions(move: LabelMove, kernel: Kernel = langevin.mala) -> Advance:
     def advance(x: Tensor, t: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         for _ in range(15):
-            x, t, info = mgms.transition(kernel, LEVELS, x, t, LEVEL_SIGMA, 2, move, generator)
-        for k in range(TOP + 1):
-            assert 0.4 < info.steps.accept_prob[info.level == k].mean() <= 1
+            x, t, _info = mgms.transition(kernel, LEVELS, x, t, LEVEL_SIGMA, 2, move, generator)
         return x, t
 
     return advance
@@ -279,9 +273,7 @@ def by_stale_cache(x: Tensor, t: Tensor, generator: torch.Generator) -> tuple[Te
     return state.x, t
 
 
-def centred_block(
-    energy: mgms.Energy, x: Tensor, t: Tensor, generator: torch.Generator | None
-) -> LabelInfo:
+def centred_block(energy: mgms.Energy, x: Tensor, t: Tensor, generator: torch.Generator | None) -> LabelInfo:
     """Draws t from p(t | x) among t - 1, t, t + 1: the move back looks at another set."""
     labels = t.unsqueeze(1) + torch.arange(-1, 2)
     valid = (labels >= 0) & (labels <= TOP)
@@ -300,7 +292,7 @@ def inward_local(energy: mgms.Energy, x: Tensor, t: Tensor, generator: torch.Gen
 
 
 def no_normaliser(energy: mgms.Energy, x: Tensor, t: Tensor, generator: torch.Generator | None) -> LabelInfo:
-    """Draws t from energies that lack each level's log-normaliser and weight (the density scaled to peak at 1)."""
+    """Draws t from energies that lack each level's log scale and log weight. Of x given t nothing is wrong."""
     spread = torch.tensor([0.24, 0.16, 0.7, 1.0, 1.92], dtype=x.dtype)  # product of each level's sds or scales
     constant = spread.log() - LEVELS.weights.log()
     return MOVES["full"](lambda y, s: energy(y, s) - constant[s], x, t, generator)
@@ -325,3 +317,389 @@ def test_mgms_keeps_its_joint_target(move: str) -> None:
 @pytest.mark.parametrize("fault", LADDER_FAULTS)
 def test_exact_start_catches_a_faulty_mgms(fault: str) -> None:
     assert max(joint_exact_start(LADDER_FAULTS[fault], seed=11)) > CAUGHT
+
+
+def test_ladder_steps_have_power() -> None:
+    """Every level's acceptance is in the range in which a wrong ratio shows."""
+    generator = seeded(12)
+    x, t = LEVELS.sample(20_000, generator)
+    _x, _t, info = mgms.transition(langevin.mala, LEVELS, x, t, LEVEL_SIGMA, 2, MOVES["full"], generator)
+    for k in range(TOP + 1):
+        assert 0.5 < info.steps.accept_prob[info.level == k].mean() < 0.8
+
+
+# ------------------------------------------------------------------------------- label moves as transition matrices
+
+LABEL_ENERGY = torch.tensor([0.0, 1.0, -0.7, 0.4, 1.5], dtype=torch.float64)
+LABEL_LAW = torch.softmax(-LABEL_ENERGY, 0)
+
+
+def among(labels: list[int]) -> Tensor:
+    """p(t | x) restricted to some labels."""
+    row = torch.zeros_like(LABEL_LAW)
+    row[labels] = LABEL_LAW[labels]
+    return row / row.sum()
+
+
+def full_matrix() -> Tensor:
+    return LABEL_LAW.expand(TOP + 1, -1)
+
+
+def block_matrix(size: int) -> Tensor:
+    """The average over the border positions of a draw within the block that holds the label."""
+    rows = []
+    for i in range(TOP + 1):
+        blocks = [[j for j in range(TOP + 1) if (j + offset) // size == (i + offset) // size] for offset in range(size)]
+        rows.append(torch.stack([among(block) for block in blocks]).mean(0))
+    return torch.stack(rows)
+
+
+def local_matrix(inwards: bool = False) -> Tensor:
+    matrix = torch.zeros(TOP + 1, TOP + 1, dtype=torch.float64)
+    for i in range(TOP + 1):
+        for j in (i - 1, i + 1):
+            if 0 <= j <= TOP:
+                offered = 1.0 if inwards and i in (0, TOP) else 0.5
+                matrix[i, j] = offered * min(1.0, float(LABEL_LAW[j] / LABEL_LAW[i]))
+    return matrix + torch.diag(1 - matrix.sum(1))
+
+
+def centred_matrix() -> Tensor:
+    near = [[j for j in (i - 1, i, i + 1) if 0 <= j <= TOP] for i in range(TOP + 1)]
+    return torch.stack([among(labels) for labels in near])
+
+
+def matrix_z(move: LabelMove, matrix: Tensor, seed: int, n: int = 20_000) -> float:
+    """max |z| between the frequencies of n moves from every label and the rows of a matrix; inf if impossible."""
+    t = torch.arange(TOP + 1).repeat_interleave(n)
+    moved = move(lambda x, s: LABEL_ENERGY[s] + 0 * x[:, 0], torch.zeros(len(t), 1).double(), t, seeded(seed)).t
+    counts = torch.bincount(t * (TOP + 1) + moved, minlength=(TOP + 1) ** 2).reshape(TOP + 1, TOP + 1)
+    if counts[matrix == 0].any():
+        return math.inf
+    spread = (n * matrix * (1 - matrix)).sqrt()
+    return float(((counts - n * matrix) / spread)[(matrix > 0) & (matrix < 1)].abs().max())
+
+
+@pytest.mark.parametrize(
+    ("move", "matrix"),
+    [
+        pytest.param(mgms.full(TOP), full_matrix(), id="full"),
+        pytest.param(mgms.block(TOP, 2), block_matrix(2), id="block of 2"),
+        pytest.param(mgms.block(TOP, 3), block_matrix(3), id="block of 3"),
+        pytest.param(mgms.block(TOP, 8), block_matrix(8), id="block beyond the ladder"),
+        pytest.param(mgms.local(TOP), local_matrix(), id="local"),
+    ],
+)
+def test_label_moves_follow_their_exact_matrix(move: LabelMove, matrix: Tensor) -> None:
+    """The frequencies are those of a matrix that is in detailed balance with p(t | x) and can reach every label."""
+    flow = LABEL_LAW.unsqueeze(1) * matrix
+    torch.testing.assert_close(flow, flow.T, rtol=1e-13, atol=1e-15)
+    torch.testing.assert_close(LABEL_LAW @ matrix, LABEL_LAW, rtol=1e-13, atol=1e-15)
+    assert bool((torch.linalg.matrix_power(matrix, TOP) > 0).all())
+    assert matrix_z(move, matrix, seed=21) < SIGMAS
+
+
+@pytest.mark.parametrize(
+    ("move", "own", "right"),
+    [
+        pytest.param(centred_block, centred_matrix(), block_matrix(3), id="block centred on the label"),
+        pytest.param(inward_local, local_matrix(inwards=True), local_matrix(), id="always inwards at the ends"),
+    ],
+)
+def test_matrices_catch_a_faulty_label_move(move: LabelMove, own: Tensor, right: Tensor) -> None:
+    """The fault is what it says it is, its matrix does not keep p(t | x), and it does not pass for the right move."""
+    assert matrix_z(move, own, seed=21) < SIGMAS
+    assert (LABEL_LAW @ own - LABEL_LAW).abs().max() > 0.01
+    assert matrix_z(move, right, seed=21) > CAUGHT
+
+
+@pytest.mark.parametrize(("name", "size"), [("full", 2), ("block", 3), ("block", 5), ("local", 2)])
+def test_label_move_by_name(name: str, size: int) -> None:
+    """By name the moves are the same; a block that holds every label is the global jump."""
+    matrix = {"full": full_matrix(), "block": block_matrix(3), "local": local_matrix()}
+    expected = matrix["full" if size > TOP else name]
+    assert matrix_z(mgms.label_move(name, TOP, size), expected, seed=22) < SIGMAS
+
+
+# ------------------------------------------------------------------------------------------------------- the contract
+
+
+class Plain(nn.Module):
+    """A small energy U(x) of events of any shape."""
+
+    def __init__(self, event: tuple[int, ...], dtype: torch.dtype) -> None:
+        super().__init__()
+        d = math.prod(event)
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(d, 6, dtype=dtype), nn.Softplus(), nn.Linear(6, 1, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(1)
+        return self.body(flat).squeeze(1) + flat.square().sum(1) / 2
+
+
+class Levelled(Plain):
+    """The same with a level: U(x, t)."""
+
+    def __init__(self, event: tuple[int, ...], dtype: torch.dtype) -> None:
+        super().__init__(event, dtype)
+        self.scale = nn.Parameter(torch.linspace(0.5, 2, TOP + 1, dtype=dtype))
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:  # type: ignore[override]
+        return self.scale[t] * super().forward(x)
+
+
+EVENTS = [(1,), (2,), (1, 4, 4)]
+DTYPES = [torch.float32, torch.float64]
+
+
+def untouched(network: nn.Module, training: bool) -> bool:
+    """No parameter has a gradient and every part is still in the mode it was put in."""
+    modes = [part.training == training for part in network.modules()]
+    return all(modes) and all(p.grad is None and p.requires_grad for p in network.parameters())
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("event", EVENTS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", [1, 5])
+def test_kernel_contract(kernel: str, event: tuple[int, ...], dtype: torch.dtype, n: int) -> None:
+    network = Plain(event, dtype).train(n == 1)
+    x = torch.randn(n, *event, generator=seeded(31), dtype=dtype)
+    kept = x.clone()
+    x.requires_grad_()
+    before = torch.get_rng_state()
+    first, info = langevin.run(KERNELS[kernel], network, x, 0.3, 4, seeded(32))
+    again, _info = langevin.run(KERNELS[kernel], network, x, 0.3, 4, seeded(32))
+    other, _info = langevin.run(KERNELS[kernel], network, x, 0.3, 4, seeded(33))
+
+    assert first.shape == x.shape and first.dtype == dtype and not first.requires_grad
+    assert info.accept_prob.shape == (n,) and info.accept_prob.dtype == dtype
+    assert bool(((info.accept_prob > 0) & (info.accept_prob <= 1)).all())
+    assert info.nonfinite.shape == (n,) and not info.nonfinite.any()
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    assert torch.equal(torch.get_rng_state(), before)  # all randomness came from the generator
+    assert torch.equal(x, kept) and x.grad is None
+    assert untouched(network, training=n == 1)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("event", EVENTS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", [1, 5])
+def test_transition_contract(kernel: str, move: str, event: tuple[int, ...], dtype: torch.dtype, n: int) -> None:
+    network = Levelled(event, dtype).train(n == 1)
+    x = torch.randn(n, *event, generator=seeded(34), dtype=dtype)
+    t = torch.arange(n) % (TOP + 1)
+    sigma = LEVEL_SIGMA / 4  # float64, whatever the chains are
+    kept = x.clone(), t.clone(), sigma.clone()
+    x.requires_grad_()
+    before = torch.get_rng_state()
+
+    def go(seed: int) -> tuple[Tensor, Tensor, mgms.TransitionInfo]:
+        return mgms.transition(KERNELS[kernel], network, x, t, sigma, 3, MOVES[move], seeded(seed))
+
+    new_x, new_t, info = go(35)
+    again_x, again_t, _info = go(35)
+    other_x, _t, _info = go(36)
+
+    assert new_x.shape == x.shape and new_x.dtype == dtype and not new_x.requires_grad
+    assert new_t.shape == (n,) and new_t.dtype == torch.int64
+    assert bool(((new_t >= 0) & (new_t <= TOP)).all())
+    assert torch.equal(info.level, t)
+    assert info.steps.accept_prob.shape == info.steps.nonfinite.shape == info.label_nonfinite.shape == (n,)
+    assert torch.equal(new_x, again_x) and torch.equal(new_t, again_t) and not torch.equal(new_x, other_x)
+    assert torch.equal(torch.get_rng_state(), before)
+    for now, then in zip((x, t, sigma), kept, strict=True):
+        assert torch.equal(now, then)
+    assert untouched(network, training=n == 1)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_function_and_a_module_are_the_same_energy(kernel: str) -> None:
+    network = Plain((2,), torch.float64)
+    x = torch.randn(6, 2, generator=seeded(37), dtype=torch.float64)
+    ends = []
+    for energy in (network, network.forward):
+        with torch.no_grad():  # as the training loop calls it: the kernels switch gradients on for themselves
+            ends.append(langevin.run(KERNELS[kernel], energy, x, 0.3, 4, seeded(38))[0])
+    assert torch.equal(ends[0], ends[1])
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_one_gradient_per_step(kernel: str) -> None:
+    calls = []
+
+    def energy(x: Tensor) -> Tensor:
+        calls.append(len(x))
+        return x.square().sum(1)
+
+    langevin.run(KERNELS[kernel], energy, torch.zeros(3, 2), 0.1, 7, seeded(39))
+    assert calls == [3] * (7 + 1)  # one at the start, one for each proposal
+
+
+@pytest.mark.parametrize(("move", "labels"), [("full", TOP + 1), ("block", 3), ("local", 2)])
+def test_a_transition_costs_its_steps_and_one_label_evaluation(move: str, labels: int) -> None:
+    calls = []
+
+    def energy(x: Tensor, t: Tensor) -> Tensor:
+        calls.append((len(x), torch.is_grad_enabled()))
+        return x.square().sum(1) * (t + 1)
+
+    x, t = torch.zeros(3, 2), torch.tensor([0, 2, 4])
+    mgms.transition(langevin.mala, energy, x, t, LEVEL_SIGMA, 7, MOVES[move], seeded(40))
+    assert calls == [(3, True)] * 8 + [(3 * labels, False)]
+
+
+def test_observe_sees_every_step() -> None:
+    seen: list[tuple[int, Tensor]] = []
+    x, _info = langevin.run(
+        langevin.mala,
+        cases()["skewed"].target,
+        torch.ones(4, 2, dtype=torch.float64),
+        0.4,
+        5,
+        seeded(41),
+        lambda k, state: seen.append((k, state.x)),
+    )
+    assert [k for k, _x in seen] == [1, 2, 3, 4, 5]
+    assert torch.equal(seen[-1][1], x)
+
+
+# --------------------------------------------------------------------------------------- wrong and unbounded energies
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(
+    ("energy", "shape"),
+    [
+        (lambda x: x.square().sum(1, keepdim=True), r"\(5, 1\)"),
+        (lambda x: x.square().sum(), r"\(\)"),
+        (lambda x: x.square(), r"\(5, 2\)"),
+    ],
+    ids=["a column", "a total", "one per coordinate"],
+)
+def test_an_energy_of_the_wrong_shape_is_refused(kernel: str, energy: langevin.PlainEnergy, shape: str) -> None:
+    """A column would otherwise broadcast against a row and mix the chains."""
+    x = torch.zeros(5, 2)
+    with pytest.raises(InputError, match=r"x of shape \(5, 2\) to shape \(5,\), but it returned " + shape):
+        langevin.run(KERNELS[kernel], energy, x, 0.1, 2, seeded(42))
+    with pytest.raises(InputError, match=shape):
+        mgms.transition(
+            KERNELS[kernel],
+            lambda y, t: energy(y),
+            x,
+            torch.zeros(5, dtype=torch.long),
+            LEVEL_SIGMA,
+            2,
+            MOVES["full"],
+            seeded(42),
+        )
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: langevin.run(langevin.mala, Plain((2,), torch.float32), torch.zeros(1, 2), 0.1, 0), "steps .* 0"),
+        (lambda: mgms.block(4, 1), "at least 2 labels, got 1"),
+        (lambda: mgms.label_move("sideways", 4, 2), "'sideways'.*full, block or local"),
+        (lambda: LabelledLadder(torch.ones(2), [Skewed(1)]), "1 levels.* got 2"),
+    ],
+)
+def test_bad_input_is_named(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        call()
+
+
+def inside(x: Tensor) -> Tensor:
+    return (x.abs() < 1).all(1)
+
+
+def fenced(value: float) -> langevin.PlainEnergy:
+    """A Gaussian energy in the square |x_i| < 1 and ``value`` outside."""
+    return lambda x: torch.where(inside(x), x.square().sum(1), value)
+
+
+def broken_gradient(x: Tensor) -> Tensor:
+    """Finite everywhere, but its gradient is NaN outside the square: 0 times the infinite slope of a root at 0."""
+    return x.square().sum(1) + torch.where(inside(x), 1.0, 0.0).mul((1 - x.abs()).clamp(min=0).prod(1)).sqrt()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(
+    "energy",
+    [fenced(math.inf), fenced(-math.inf), fenced(math.nan), broken_gradient],
+    ids=["inf", "-inf", "nan", "nan gradient"],
+)
+def test_nonfinite_proposals_are_refused_and_counted(kernel: str, energy: langevin.PlainEnergy) -> None:
+    outside = []
+
+    def watched(x: Tensor) -> Tensor:
+        outside.append(~inside(x.detach()))
+        return energy(x)
+
+    x = torch.rand(50, 2, generator=seeded(43), dtype=torch.float64) - 0.5
+    steps = []
+    x, info = langevin.run(KERNELS[kernel], watched, x, 0.5, 20, seeded(44), lambda k, state: steps.append(state))
+    assert info.nonfinite.sum() > 50
+    assert torch.equal(info.nonfinite.long(), torch.stack(outside).sum(0))
+    assert bool((info.accept_prob <= 1 - info.nonfinite / 20 + 1e-12).all())  # a refusal counts as acceptance 0
+    for state in steps:
+        assert bool(inside(state.x).all())
+        assert bool(torch.isfinite(state.energy).all()) and bool(torch.isfinite(state.grad).all())
+
+
+def test_overflow_is_refused() -> None:
+    """A step far too long for exp(-x): float32 energies overflow, and the chain must stay where it is."""
+    x = torch.full((20, 2), -3.0)
+    end, info = langevin.run(langevin.mala, Skewed(2, scale=0.02), x, 5.0, 10, seeded(45))
+    assert bool(torch.isfinite(end).all()) and info.nonfinite.sum() > 0
+
+
+@pytest.mark.parametrize(("move", "bad_labels"), [("full", 2), ("block", 2), ("local", 2)])
+def test_nonfinite_labels_have_probability_zero(move: str, bad_labels: int) -> None:
+    """Levels 3 and 4 are unusable. They are never drawn, and each time one is looked at it is counted."""
+    values = torch.tensor([0.0, 0.3, 0.1, math.nan, math.inf])
+    x, t = torch.zeros(2_000, 1), torch.arange(2_000) % 3
+    looked = []
+
+    def energy(y: Tensor, s: Tensor) -> Tensor:
+        looked.append(s)
+        return values[s]
+
+    info = MOVES[move](energy, x, t, seeded(46))
+    assert info.t.max() == 2 and set(info.t.tolist()) == {0, 1, 2}
+    assert info.nonfinite.sum() > 0 and info.nonfinite.max() <= bad_labels
+    if move != "block":  # a block pads itself at the ends with labels that it does not use
+        assert info.nonfinite.sum() == (looked[0] > 2).sum()
+
+
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_label_stays_when_no_energy_is_finite(move: str, value: float) -> None:
+    t = torch.arange(500) % (TOP + 1)
+    info = MOVES[move](lambda y, s: torch.full((len(s),), value), torch.zeros(500, 1), t, seeded(47))
+    assert torch.equal(info.t, t) and bool((info.nonfinite > 0).all())
+
+
+# ------------------------------------------------------------------------------------------ the targets themselves
+
+
+@pytest.mark.parametrize("name", cases())
+def test_targets_are_sampled_exactly(name: str) -> None:
+    """The starting draws have the expectations that everything above relies on."""
+    target = cases()[name].target
+    assert z_scores(*statistics(target, target.sample(40_000, seeded(51)))).abs().max() < SIGMAS
+
+
+def test_targets_are_normalised() -> None:
+    """exp(-U) integrates to 1: by a sum over a fine grid, exact to rounding for smooth densities."""
+    grid = torch.linspace(-12, 30, 40_001, dtype=torch.float64)
+    width = float(grid[1] - grid[0])
+    one = Gaussian(torch.tensor([0.5]).double(), torch.tensor([0.7]).double())
+    for target in (one, Skewed(1, 0.8), Mixture(torch.tensor([0.2, 0.8]).double(), [one, Skewed(1, 1.3)])):
+        assert float((-target(grid.unsqueeze(1))).exp().sum()) * width == pytest.approx(1, abs=1e-9)
+    for k, weight in enumerate(LEVELS.weights):
+        x, t = LEVELS.levels[k].sample(3, seeded(52)), torch.full((3,), k)
+        torch.testing.assert_close(LEVELS(x, t), LEVELS.levels[k](x) - weight.log())

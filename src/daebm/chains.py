@@ -35,13 +35,9 @@ class Chains:
         return cls.start(ladder.diffuse(z, t, generator), t)
 
     @classmethod
-    def from_noise(
-        cls, size: int, event: tuple[int, ...], ladder: Ladder, generator: torch.Generator
-    ) -> Chains:
+    def from_noise(cls, size: int, event: tuple[int, ...], ladder: Ladder, generator: torch.Generator) -> Chains:
         """N(0, I) at every level, labels in equal sorted blocks, as the paper's code starts."""
-        return cls.start(
-            torch.randn(size, *event, generator=generator), torch.arange(size) * ladder.levels // size
-        )
+        return cls.start(torch.randn(size, *event, generator=generator), torch.arange(size) * ladder.levels // size)
 
     def __len__(self) -> int:
         return len(self.t)

@@ -67,22 +67,16 @@ def read(folder: Path, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
             metadata = file.metadata() or {}
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
     except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} is truncated or damaged ({error}): restore a copy or start over"
-        ) from error
+        raise CheckpointError(f"{path} is truncated or damaged ({error}): restore a copy or start over") from error
     if "daebm" not in metadata:
-        raise CheckpointError(
-            f"{path} was not written by daebm: name a folder that holds a daebm run or model"
-        )
+        raise CheckpointError(f"{path} was not written by daebm: name a folder that holds a daebm run or model")
     facts: dict[str, Any] = json.loads(metadata["daebm"])
     if facts.get("format", 0) > FORMAT:
         raise CheckpointError(
             f"{path} has format {facts['format']}, and this daebm reads up to {FORMAT}: install a newer daebm"
         )
     if _digest(metadata["daebm"], tensors) != metadata.get("sha256"):
-        raise CheckpointError(
-            f"{path} was edited or damaged (its checksum differs): restore a copy or start over"
-        )
+        raise CheckpointError(f"{path} was edited or damaged (its checksum differs): restore a copy or start over")
     beside = folder / f"{name}.json"
     if beside.exists():
         copy = read_json(beside)

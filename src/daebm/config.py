@@ -24,9 +24,7 @@ class Config:
 
     # Data
     train_size: int = 0  # points drawn for synthetic data; 0 takes the experiment's own number
-    standardise: bool = (
-        True  # train on (x - shift) / scale; the model takes and gives data units all the same
-    )
+    standardise: bool = True  # train on (x - shift) / scale; the model takes and gives data units all the same
 
     # Ladder (methods with levels)
     ladder: str = "geometric"  # geometric, or the paper's cumulative sum
@@ -49,12 +47,8 @@ class Config:
     learning_rate: float = 1e-3
     beta1: float = 0.0
     warm_up: int = 0  # iterations of linear ramp from 0
-    decay_start: float = (
-        0.5  # linear decay to 0 from this share of the iterations on (when there are no milestones)
-    )
-    milestones: tuple[
-        float, ...
-    ] = ()  # shares of the iterations at which the rate is multiplied by decay_factor
+    decay_start: float = 0.5  # linear decay to 0 from this share of the iterations on (when there are no milestones)
+    milestones: tuple[float, ...] = ()  # shares of the iterations at which the rate is multiplied by decay_factor
     decay_factor: float = 0.1
     clip: float = 0.0  # largest gradient norm; 0 is off
     energy_penalty: float = 0.0  # weight of mean U^2 over data and chains
@@ -214,9 +208,7 @@ def _parse(key: str, text: str) -> Any:
             return text
         return tuple(float(part) for part in json.loads(text))
     except (ValueError, KeyError, TypeError) as error:
-        what = {bool: "true or false", int: "a whole number", float: "a number"}.get(
-            kind, "a list like [0.5, 0.8]"
-        )
+        what = {bool: "true or false", int: "a whole number", float: "a number"}.get(kind, "a list like [0.5, 0.8]")
         raise InputError(f"{key} must be {what}, got {text!r}") from error
 
 

@@ -88,9 +88,7 @@ def kl_to_rings(grid: Polar, abar: float = 1.0, variance: float = 0.0, scale: fl
     truth = rings_log_density(grid.radius, abar, variance, scale)
     p = np.exp(truth) * grid.area
     # The truth's own sum differs from 1 by the grid's error only; dividing by it keeps that error out of the KL.
-    return float(
-        (p[:, None] * (truth[:, None] - grid.log_density)).sum() / (p.sum() * grid.log_density.shape[1])
-    )
+    return float((p[:, None] * (truth[:, None] - grid.log_density)).sum() / (p.sum() * grid.log_density.shape[1]))
 
 
 def ring_masses(grid: Polar) -> list[float]:

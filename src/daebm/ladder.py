@@ -78,9 +78,7 @@ class Ladder:
     def diffuse_up(self, x: Tensor, t: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Draw x_(t+1) given x_t, one step of the diffusion."""
         eps = torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device)
-        return (
-            per_chain(self.alpha.sqrt(), t + 1, x) * x + per_chain(self.step_variance.sqrt(), t + 1, x) * eps
-        )
+        return per_chain(self.alpha.sqrt(), t + 1, x) * x + per_chain(self.step_variance.sqrt(), t + 1, x) * eps
 
     @classmethod
     def single(cls, floor: float = 0.0) -> Ladder:
@@ -141,9 +139,7 @@ def per_chain(values: Tensor, t: Tensor, like: Tensor) -> Tensor:
     return chosen.reshape(-1, *[1] * (like.ndim - 1))
 
 
-def noise_overlap(
-    ladder: Ladder, data: Tensor, generator: torch.Generator | None = None, draws: int = 512
-) -> float:
+def noise_overlap(ladder: Ladder, data: Tensor, generator: torch.Generator | None = None, draws: int = 512) -> float:
     """Acceptance of moving the label from the starting noise N(0, I) to level T: E min(1, p_T(x) / N(x; 0, I)).
 
     p_T is the exact diffused density of ``data`` (standardised; up to 2,048 of its points as a mixture).

@@ -132,9 +132,7 @@ def draw_negatives(
                 chains.count_trips(slots, t, ladder.top)
     else:
         at = t
-        x, info = langevin.run(
-            kernel, lambda y: energy(y, at), x, sigma[t].to(x.dtype), config.steps, generator
-        )
+        x, info = langevin.run(kernel, lambda y: energy(y, at), x, sigma[t].to(x.dtype), config.steps, generator)
         bursts.append(TransitionInfo(t, info, torch.zeros_like(t)))
     if slots is not None:
         chains.put(slots, x, t)

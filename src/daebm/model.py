@@ -72,9 +72,7 @@ class Model:
     def sampler(self) -> sampling.Sampler:
         config = self.config
         move = label_move(config.label_move, self.ladder.top, config.block)
-        return sampling.Sampler(
-            KERNELS[config.kernel], self.network, self.ladder, self.sigma, config.steps, move
-        )
+        return sampling.Sampler(KERNELS[config.kernel], self.network, self.ladder, self.sigma, config.steps, move)
 
     def draw(self, count: int, generator: torch.Generator, visits: int = 1) -> sampling.Drawn:
         """Samples from noise by the method's own way."""
@@ -95,9 +93,7 @@ class Model:
         if kernel not in KERNELS:
             raise InputError(f"unknown kernel {kernel!r}: choose one of {', '.join(KERNELS)}")
         with torch.no_grad():
-            return sampling.long_run(
-                KERNELS[kernel], self.network, x, float(self.sigma[0]), steps, generator, observe
-            )
+            return sampling.long_run(KERNELS[kernel], self.network, x, float(self.sigma[0]), steps, generator, observe)
 
     def cleaned(self, x: Tensor) -> Tensor:
         return sampling.tweedie(self.network, x, self.ladder.floor) if self.ladder.floor > 0 else x
@@ -122,9 +118,7 @@ class Model:
     def _points(self, x: Array) -> Tensor:
         points = torch.as_tensor(x)
         if tuple(points.shape[1:]) != self.event or points.ndim < 2:
-            raise InputError(
-                f"x must have shape (n, {', '.join(map(str, self.event))}), got {tuple(points.shape)}"
-            )
+            raise InputError(f"x must have shape (n, {', '.join(map(str, self.event))}), got {tuple(points.shape)}")
         if not torch.isfinite(points).all():
             raise InputError("x holds a NaN or infinite value: remove or impute such rows")
         return self.standardise(points.float())

@@ -6,6 +6,7 @@ Networks without levels take t and ignore it, so that every energy is called in 
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +41,7 @@ class ReluMLP(nn.Module):
     def __init__(self, dimension: int, width: int, hidden: int) -> None:
         super().__init__()
         sizes = [dimension] + [width] * hidden
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False))
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(sizes))
         self.head = nn.Linear(width, 1)
         _kaiming(self, gain=math.sqrt(2))
 
@@ -49,7 +50,8 @@ class ReluMLP(nn.Module):
         h = x
         for layer in self.layers:
             h = F.relu(layer(h))
-        return -self.head(h).squeeze(1)
+        u: Tensor = -self.head(h).squeeze(1)
+        return u
 
 
 class GatedMLP(nn.Module):
@@ -66,7 +68,7 @@ class GatedMLP(nn.Module):
         self.register_buffer("frequencies", torch.exp(-math.log(1e4) * torch.arange(half) / (half - 1)))
         self.embed = nn.ModuleList([nn.Linear(2 * half, width), nn.Linear(width, width)])
         sizes = [dimension] + [width] * hidden
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False))
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(sizes))
         self.gates = nn.ModuleList(nn.Linear(width, width) for _ in range(hidden))
         self.head = nn.Linear(width, 1)
         _kaiming(self, gain=1.0)
@@ -78,7 +80,8 @@ class GatedMLP(nn.Module):
         h = F.softplus(self.layers[0](x) * self.gates[0](time))
         for layer, gate in zip(self.layers[1:], self.gates[1:], strict=True):
             h = F.softplus(layer(h)) * gate(time)
-        return -self.head(h).squeeze(1)
+        u: Tensor = -self.head(h).squeeze(1)
+        return u
 
 
 def _kaiming(module: nn.Module, gain: float) -> None:

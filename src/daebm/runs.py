@@ -40,9 +40,7 @@ def run(
     try:
         state, _ladder = train(config, dataset, folder, resume, log)
     except DivergenceError as error:
-        checkpoint.write_json(
-            folder / SUMMARY, {"status": "diverged", "reason": str(error), **_facts(config)}
-        )
+        checkpoint.write_json(folder / SUMMARY, {"status": "diverged", "reason": str(error), **_facts(config)})
         raise
     finally:
         log.close()
@@ -147,9 +145,7 @@ def _training_facts(config: Config, state: Any) -> Summary:
         "step_sizes": state.steps.sigma.tolist(),
     }
     if levels > 1 and config.method == "da":
-        facts["label_share_of_uniform"] = (
-            torch.bincount(store.t, minlength=levels) * levels / len(store)
-        ).tolist()
+        facts["label_share_of_uniform"] = (torch.bincount(store.t, minlength=levels) * levels / len(store)).tolist()
         facts["round_trips_per_chain"] = float(store.trips.float().mean())
     return facts
 

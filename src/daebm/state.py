@@ -47,9 +47,7 @@ def build_ladder(config: Config, dimension: int) -> Ladder:
         return Ladder.single(config.floor)
     if config.ladder == "paper":
         return Ladder.paper(config.top, config.delta_first, config.delta_last)
-    return Ladder.geometric(
-        dimension, config.floor, config.first_sd, config.last_variance, config.top or None
-    )
+    return Ladder.geometric(dimension, config.floor, config.first_sd, config.last_variance, config.top or None)
 
 
 def build_network(config: Config, event: tuple[int, ...], ladder: Ladder) -> nn.Module:

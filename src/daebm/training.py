@@ -103,9 +103,7 @@ def train(
     return state, ladder
 
 
-def step(
-    config: Config, state: TrainingState, data: Tensor, ladder: Ladder, kernel: Kernel
-) -> dict[str, Any]:
+def step(config: Config, state: TrainingState, data: Tensor, ladder: Ladder, kernel: Kernel) -> dict[str, Any]:
     """One iteration: data at random levels, chains moved, one gradient step on mean U(data) - mean U(chains)."""
     row = method(config.method)
     network, generator = state.network, state.generator

@@ -65,9 +65,7 @@ def progress(title: str, total: int) -> Iterator[tqdm[Any]]:
         yield bar
 
 
-def long_run(
-    trained: Trained, x: Tensor, kernel: str, title: str, every: int = 100
-) -> tuple[Tensor, Tensor, Any]:
+def long_run(trained: Trained, x: Tensor, kernel: str, title: str, every: int = 100) -> tuple[Tensor, Tensor, Any]:
     """The config's long run at t = 0 from standardised x: final x, energies every ``every`` steps, and info.
 
     With MALA where the method itself was trained unadjusted, a short pilot first finds a step size that is accepted.

@@ -144,7 +144,7 @@ def figures(summary: Summary, arrays: Arrays) -> dict[str, Figure]:
     low, high = np.quantile(np.concatenate(list(values.values())), [0.002, 0.99])
     edges = np.linspace(low, high, 60)
     for kind, energy in values.items():
-        axis.hist(energy, bins=edges, density=True, histtype="step", label=kind)
+        axis.hist(energy, bins=edges.tolist(), density=True, histtype="step", label=kind)
     axis.set(xlabel="U(x, 0), nats", title="energies")
     axis.legend()
     return {"pictures": pictures, "energies": histogram}

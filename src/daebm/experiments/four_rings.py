@@ -170,9 +170,7 @@ def figures(summary: Summary, arrays: Arrays) -> dict[str, Figure]:
     plane = Figure(figsize=(4.6, 4), layout="constrained")
     axis = plane.subplots()
     shown = arrays["plane"] - arrays["plane"].min()
-    image = axis.imshow(
-        shown, extent=(-5, 5, -5, 5), origin="lower", cmap="magma_r", vmax=np.quantile(shown, 0.9)
-    )
+    image = axis.imshow(shown, extent=(-5, 5, -5, 5), origin="lower", cmap="magma_r", vmax=np.quantile(shown, 0.9))
     plane.colorbar(image, label="U(x, 0) - min, nats")
     axis.set_title("learned energy")
     return {"table-2": row, "energies-by-level": all_levels, "energy": plane}

@@ -38,9 +38,7 @@ Kernel = Callable[[PlainEnergy, State, Tensor, Tensor, Tensor], tuple[State, Inf
 
 def energy_and_gradient(energy: PlainEnergy, x: Tensor) -> tuple[Tensor, Tensor]:
     """U(x) and grad U(x), detached."""
-    if (
-        torch.compiler.is_compiling()
-    ):  # traceable; eager autograd.grad is the faster of the two outside a graph
+    if torch.compiler.is_compiling():  # traceable; eager autograd.grad is the faster of the two outside a graph
 
         def total(y: Tensor) -> tuple[Tensor, Tensor]:
             u = energy(y)
@@ -84,9 +82,7 @@ def mala(energy: PlainEnergy, state: State, sigma: Tensor, eps: Tensor, log_u: T
     )
 
 
-def langevin(
-    energy: PlainEnergy, state: State, sigma: Tensor, eps: Tensor, log_u: Tensor
-) -> tuple[State, Info]:
+def langevin(energy: PlainEnergy, state: State, sigma: Tensor, eps: Tensor, log_u: Tensor) -> tuple[State, Info]:
     """One unadjusted Langevin step: every finite proposal is taken, so the target is met only as sigma -> 0."""
     del log_u
     step = sigma.reshape(-1, *[1] * (state.x.ndim - 1))
