@@ -135,6 +135,7 @@ def squared_step_ratio(old: State, new: State, eps: Tensor, step: Tensor) -> Ten
     return old.energy - new.energy + half_square(eps) - half_square(back)
 
 
+# Seen over 40 seeds: at most 3.3 for the right kernel; at least 38, 64 and 20 for these faults on any of the targets.
 KERNEL_FAULTS: dict[str, Kernel] = {
     "no Metropolis step": langevin.langevin,
     "proposal ratio forgotten": metropolis(energy_only_ratio),
@@ -298,6 +299,8 @@ def no_normaliser(energy: mgms.Energy, x: Tensor, t: Tensor, generator: torch.Ge
     return MOVES["full"](lambda y, s: energy(y, s) - constant[s], x, t, generator)
 
 
+# Seen over 12 seeds: at most 3.8 for the three right moves; at least 55, 27, 29, 45 and 196 for these faults. The
+# last two show in the level counts only (47 against 2.2 in x, 206 against 2.1), hence both parts of the check.
 LADDER_FAULTS: dict[str, Advance] = {
     "no Metropolis step": by_transitions(MOVES["full"], langevin.langevin),
     "stale cache": by_stale_cache,
@@ -623,7 +626,7 @@ def fenced(value: float) -> langevin.PlainEnergy:
 
 def broken_gradient(x: Tensor) -> Tensor:
     """Finite everywhere, but its gradient is NaN outside the square: 0 times the infinite slope of a root at 0."""
-    return x.square().sum(1) + torch.where(inside(x), 1.0, 0.0).mul((1 - x.abs()).clamp(min=0).prod(1)).sqrt()
+    return x.square().sum(1) + ((1 - x.abs().amax(1)) * inside(x)).sqrt()
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -657,8 +660,8 @@ def test_overflow_is_refused() -> None:
     assert bool(torch.isfinite(end).all()) and info.nonfinite.sum() > 0
 
 
-@pytest.mark.parametrize(("move", "bad_labels"), [("full", 2), ("block", 2), ("local", 2)])
-def test_nonfinite_labels_have_probability_zero(move: str, bad_labels: int) -> None:
+@pytest.mark.parametrize("move", MOVES)
+def test_nonfinite_labels_have_probability_zero(move: str) -> None:
     """Levels 3 and 4 are unusable. They are never drawn, and each time one is looked at it is counted."""
     values = torch.tensor([0.0, 0.3, 0.1, math.nan, math.inf])
     x, t = torch.zeros(2_000, 1), torch.arange(2_000) % 3
@@ -670,7 +673,7 @@ def test_nonfinite_labels_have_probability_zero(move: str, bad_labels: int) -> N
 
     info = MOVES[move](energy, x, t, seeded(46))
     assert info.t.max() == 2 and set(info.t.tolist()) == {0, 1, 2}
-    assert info.nonfinite.sum() > 0 and info.nonfinite.max() <= bad_labels
+    assert info.nonfinite.sum() > 0 and info.nonfinite.max() <= 2
     if move != "block":  # a block pads itself at the ends with labels that it does not use
         assert info.nonfinite.sum() == (looked[0] > 2).sum()
 
@@ -697,8 +700,9 @@ def test_targets_are_normalised() -> None:
     """exp(-U) integrates to 1: by a sum over a fine grid, exact to rounding for smooth densities."""
     grid = torch.linspace(-12, 30, 40_001, dtype=torch.float64)
     width = float(grid[1] - grid[0])
-    one = Gaussian(torch.tensor([0.5]).double(), torch.tensor([0.7]).double())
-    for target in (one, Skewed(1, 0.8), Mixture(torch.tensor([0.2, 0.8]).double(), [one, Skewed(1, 1.3)])):
+    one = Gaussian(torch.tensor([0.5], dtype=torch.float64), torch.tensor([0.7], dtype=torch.float64))
+    both = Mixture(torch.tensor([0.2, 0.8], dtype=torch.float64), [one, Skewed(1, 1.3)])
+    for target in (one, Skewed(1, 0.8), both):
         assert float((-target(grid.unsqueeze(1))).exp().sum()) * width == pytest.approx(1, abs=1e-9)
     for k, weight in enumerate(LEVELS.weights):
         x, t = LEVELS.levels[k].sample(3, seeded(52)), torch.full((3,), k)

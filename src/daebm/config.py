@@ -36,9 +36,11 @@ class Config:
     delta_last: float = 0.3
 
     # Network
-    network: str = "gated-mlp"
+    network: str = "level-mlp"  # level-mlp (ours); relu-mlp, gated-mlp, relu-basis (the paper's)
     width: int = 128
-    hidden: int = 3
+    hidden: int = 3  # hidden layers
+    squares: int = 0  # level-mlp: learned constraints in the head of squares
+    octaves: int = 0  # level-mlp: sin and cos features at frequencies 1, 2, 4, ..
 
     # Optimiser
     iterations: int = 1000
@@ -99,6 +101,8 @@ class Config:
             _require(self, name, getattr(self, name) >= 1, "at least 1")
         for name in (
             "train_size",
+            "squares",
+            "octaves",
             "top",
             "warm_up",
             "adapt_every",
@@ -122,6 +126,7 @@ class Config:
         for name, choices in (
             ("kernel", list(KERNELS)),
             ("ladder", ["geometric", "paper"]),
+            ("network", ["level-mlp", "relu-mlp", "gated-mlp", "relu-basis"]),
             ("optimiser", ["adam", "sgd"]),
             ("label_move", ["full", "block", "local"]),
             ("start", ["data", "noise"]),

@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from daebm import checkpoint, sampling
+from daebm import checkpoint, networks, sampling
 from daebm.config import Config
 from daebm.errors import CheckpointError, InputError
 from daebm.ladder import Ladder
 from daebm.methods import method
 from daebm.samplers.langevin import KERNELS, Info
 from daebm.samplers.mgms import label_move
-from daebm.state import CHECKPOINT, STATE, build_network
+from daebm.state import CHECKPOINT, STATE
 
 Array = TypeVar("Array", np.ndarray[Any, Any], Tensor)
 CHUNK = 1 << 16  # rows per network evaluation; bounds memory
@@ -144,7 +144,8 @@ def load(folder: str | Path) -> Model:
     config = Config.from_json(facts["config"])
     ladder = Ladder(tensors["ladder.abar"], tensors["ladder.variance"])
     event = tuple(facts["data"]["event"])
-    network = build_network(config, event, ladder)
+    # Buffers that were taken from the data come with the weights; two made-up points give them their shapes.
+    network = networks.build(config, torch.zeros(2, *event), ladder)
     weights = {k.removeprefix("network."): v for k, v in tensors.items() if k.startswith("network.")}
     weights |= {k.removeprefix("average."): v for k, v in tensors.items() if k.startswith("average.")}
     network.load_state_dict(weights)

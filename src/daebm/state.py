@@ -50,11 +50,6 @@ def build_ladder(config: Config, dimension: int) -> Ladder:
     return Ladder.geometric(dimension, config.floor, config.first_sd, config.last_variance, config.top or None)
 
 
-def build_network(config: Config, event: tuple[int, ...], ladder: Ladder) -> nn.Module:
-    network = networks.build(config.network, event, ladder, config.width, config.hidden)
-    return networks.GaussianTop(network, ladder.top) if config.method == "drl" else network
-
-
 def initial_sigma(config: Config, ladder: Ladder) -> Tensor:
     """step_size itself for a plain EBM; step_size times a noise sd per level otherwise.
 
@@ -77,7 +72,7 @@ def start(config: Config, data: Tensor, ladder: Ladder) -> TrainingState:
     event = tuple(data.shape[1:])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(torch.randint(2**62, (1,), generator=generator)))
-        network = build_network(config, event, ladder)
+        network = networks.build(config, data, ladder)
     if config.start == "data":
         chains = Chains.from_data(config.store, data, ladder, generator)
     else:
