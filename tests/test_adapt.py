@@ -59,17 +59,18 @@ def test_an_unvisited_level_never_drifts(acceptance: float) -> None:
 
 def test_evidence_below_the_minimum_is_kept_until_there_is_enough() -> None:
     steps = start([0.5, 0.5], minimum_count=10)
-    record(steps, 0, 1.0, count=10)
+    record(steps, 0, 0.1, count=10)
     for rounds in (1, 2, 3):
-        record(steps, 1, 0.1, count=3)
+        record(steps, 1, 0.9, count=3)
         steps.adapt()
         assert float(steps.sigma[1]) == 0.5
         assert float(steps.count[1]) == 3 * rounds and float(steps.count[0]) == 0
-    record(steps, 1, 0.1, count=1)  # the tenth
+    record(steps, 1, 0.9, count=1)  # the tenth
+    assert float(steps.acceptance()[1]) == pytest.approx(0.9)
     steps.adapt()
-    assert float(steps.sigma[1]) == pytest.approx(0.5 / 1.2)
+    assert float(steps.sigma[1]) == pytest.approx(0.5 * 1.1)
     assert float(steps.count[1]) == 0 and float(steps.total[1]) == 0
-    assert float(steps.sigma[0]) == pytest.approx(0.5 * 1.1)  # moved once, by its own ten
+    assert float(steps.sigma[0]) == pytest.approx(0.5 / 1.2)  # moved once, by its own ten
 
 
 def test_bounds_hold_from_the_start() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from daebm.chains import Chains
 from daebm.config import Config
 from daebm.ladder import Ladder
-from daebm.methods import conditional, conditional_sigma, draw_negatives
+from daebm.methods import conditional, draw_negatives
 from daebm.samplers import langevin, mgms
 from daebm.samplers.langevin import KERNELS
 from daebm.targets import Gaussian, LabelledLadder
@@ -35,30 +35,42 @@ def z_score(values: Tensor, expected: float) -> float:
 
 
 class Bump:
-    """A Beta(a, b) density stretched over an interval, a + b = 6: compact support, closed moments, exact draws."""
+    """N(centre, sd^2) cut to z in (low, high): compact support, closed moments, exact draws.
 
-    def __init__(self, low: float, high: float, a: int, b: int) -> None:
-        self.low, self.width, self.a, self.b = low, high - low, a, b
-        self.mean = low + self.width * a / (a + b)
-        self.variance = self.width**2 * a * b / ((a + b) ** 2 * (a + b + 1))
+    Its slope is bounded on purpose. A density that falls to zero at an edge is infinitely steep there, and once in a
+    while the gradient throws MALA across the gap, rightly.
+    """
+
+    def __init__(self, centre: float, sd: float, low: float, high: float) -> None:
+        self.centre, self.sd = centre, sd
+        self.low, self.high = torch.tensor(low, dtype=torch.float64), torch.tensor(high, dtype=torch.float64)
+        self.mass = float(torch.special.ndtr(self.high) - torch.special.ndtr(self.low))
+
+        def phi(z: float) -> float:
+            return math.exp(-z * z / 2) / math.sqrt(2 * math.pi)
+
+        shift = (phi(low) - phi(high)) / self.mass
+        self.mean = centre + sd * shift
+        self.variance = sd**2 * (1 + (low * phi(low) - high * phi(high)) / self.mass - shift**2)
+
+    def z(self, x: Tensor) -> Tensor:
+        return (x.squeeze(1) - self.centre) / self.sd
 
     def inside(self, x: Tensor) -> Tensor:
-        return ((x > self.low) & (x < self.low + self.width)).squeeze(1)
+        return (self.z(x) > self.low) & (self.z(x) < self.high)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """-log density, +inf off the support; clamped there first, so that the gradient is defined (as zero)."""
-        y = ((x.squeeze(1) - self.low) / self.width).clamp(1e-12, 1 - 1e-12)
-        log_beta = math.lgamma(self.a) + math.lgamma(self.b) - math.lgamma(self.a + self.b)
-        u = -(self.a - 1) * y.log() - (self.b - 1) * (1 - y).log() + log_beta + math.log(self.width)
-        return torch.where(self.inside(x), u, torch.inf)
+        """-log density, +inf with zero gradient off the support."""
+        log_normaliser = math.log(self.sd * self.mass * math.sqrt(2 * math.pi))
+        return torch.where(self.inside(x), self.z(x) ** 2 / 2 + log_normaliser, torch.inf)
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """The a-th smallest of a + b - 1 uniforms is Beta(a, b)."""
-        uniform = torch.rand(n, self.a + self.b - 1, generator=generator, dtype=torch.float64)
-        return self.low + self.width * uniform.sort(1).values[:, self.a - 1 : self.a]
+        uniform = torch.rand(n, 1, generator=generator, dtype=torch.float64)
+        return self.centre + self.sd * torch.special.ndtri(torch.special.ndtr(self.low) + self.mass * uniform)
 
 
-LEFT, RIGHT = Bump(-3.0, -1.0, 3, 3), Bump(1.0, 2.0, 2, 4)
+# Supports (-2.7, -1.3) and (0.9, 1.95). A step of .3 crosses the gap with noise beyond 7 sds only: never.
+LEFT, RIGHT = Bump(-2.0, 0.35, -2.0, 2.0), Bump(1.2, 0.3, -1.0, 2.5)
 
 
 class LocalEnergy:
@@ -100,7 +112,7 @@ def test_mala_keeps_any_weights_of_disjoint_modes(constants: tuple[float, float]
     """Every local energy leaves every mixture of the modes invariant: stable chains do not prove the weights right."""
     energy = LocalEnergy(*constants)
     generator = seeded(1)
-    start = mixture(20_000, left_share, generator)
+    start = mixture(40_000, left_share, generator)
     x, info = langevin.run(langevin.mala, energy, start, 0.3, 15, generator)
     assert 0.5 < info.accept_prob.mean() < 0.9
     assert torch.equal(x < 0, start < 0)  # no chain crosses
@@ -119,7 +131,7 @@ def test_mala_keeps_any_weights_of_disjoint_modes(constants: tuple[float, float]
 def test_unadjusted_steps_do_not_keep_the_bumps() -> None:
     """The check above has power: without the Metropolis step the same chains miss by far."""
     generator = seeded(1)
-    start = mixture(20_000, 0.75, generator)
+    start = mixture(40_000, 0.75, generator)
     x, _info = langevin.run(langevin.langevin, LocalEnergy(0.0, 2.0), start, 0.3, 15, generator)
     assert max(map(abs, region_z(x, 0.75).values())) > 10
 
@@ -276,8 +288,9 @@ def test_recovery_likelihood_is_contrastive_divergence_on_pairs(kernel: str, nam
     def bivariate(lower: Tensor, upper: Tensor) -> Tensor:
         return network(lower, t) + ((upper - alpha.sqrt() * lower) ** 2 / (2 * (1 - alpha))).sum(1)
 
-    # One Gibbs sweep from the observed pair: Langevin steps on the lower point, then an exact draw of the upper.
-    sigma = conditional_sigma(0.1 * ladder.variance.sqrt().clamp(min=0.01), ladder, t)
+    # One Gibbs sweep from the observed pair: Langevin steps on the lower point, then an exact draw of the upper. The
+    # step is stated for y = sqrt(alpha) x, so that in x it is longer.
+    sigma = (0.1 * ladder.variance.sqrt().clamp(min=0.01))[t] / alpha.squeeze(1).sqrt()
     generator = seeded(10)
     lower, _info = langevin.run(
         KERNELS[kernel], lambda y: bivariate(y, partner), partner / alpha.sqrt(), sigma, 5, generator
@@ -344,5 +357,5 @@ def test_the_conditional_is_the_right_density(name: str, t: int) -> None:
 
 @pytest.mark.parametrize("fault", [wrong_variance, no_shrinkage])
 def test_a_wrong_conditional_is_caught(fault: Conditional) -> None:
-    z, _acceptance = conditional_z(fault, LADDERS["with a floor"], 3)
+    z, _acceptance = conditional_z(fault, LADDERS["with a floor"], 2)
     assert max(map(abs, z)) > 10

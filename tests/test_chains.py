@@ -98,6 +98,7 @@ def test_from_noise(event: tuple[int, ...]) -> None:
         ([1, 0, 1, 2, 3, 2, 1, 0, 3, 0], 2),
         ([0, 3, 0], 1),
         ([3, 0], 0),  # it comes from T, but never left 0 for it
+        ([2, 3, 1, 0], 0),
         ([3, 0, 3, 0], 1),
         ([0, 1, 2, 1, 0, 1, 0], 0),  # never reaches T
         ([0, 3, 2, 3, 3, 1, 0, 0, 0], 1),  # lingering at either end is not another trip

@@ -98,22 +98,22 @@ def _kaiming(module: nn.Module, gain: float) -> None:
 
 
 class LevelMLP(nn.Module):
-    """Our default: a Gaussian, corrected by an MLP with gains and biases per level, with a head of squares.
+    """Our default: the data's own Gaussian at every level, bent by an MLP with gains and biases per level.
 
-    U(x, t) = 1/2 (x - m_t)' C_t^-1 (x - m_t) + w_t . h(x, t) + 1/2 sum_j e^(2 s_tj) q_j(x, t)^2 + c_t
+    U(x, t) = 1/2 |y_t - R h|^2 + 1/2 |e^(s_t) (Q h + o_t)|^2 + w_t . h + c_t + 1/2 log det C_t,  h = MLP(x, t)
 
-    - The Gaussian is the data's own, diffused: m_t = sqrt(abar_t) m, C_t = abar_t S + v_t I. The network starts as
-      that model and learns what is not Gaussian.
-    - q = Q h are learned constraints, near zero on the data. Thin structure costs the squares little: the scale
-      e^s starts at 1 / sqrt(v_t), so each level has the curvature of its noise by construction.
+    - y_t = C_t^(-1/2) (x - m_t) is x whitened by the diffused Gaussian of the data, m_t = sqrt(abar_t) m and
+      C_t = abar_t S + v_t I. At the start R = w = 0: the model begins as that Gaussian at every level, normalised, so
+      that labels mix from the first iteration; R h then moves its centre, as a denoiser would.
+    - Q h (``squares`` of them) are learned constraints that vanish on the data. Their scale e^s starts at
+      1 / sqrt(v_t), the curvature of the level's noise: a thin structure needs no sharp bend in the network.
     - ``octaves`` adds sin and cos of each coordinate at frequencies 1, 2, 4, ..: fine detail in few dimensions.
     """
 
     axes: Tensor
-    mean: Tensor
-    spread: Tensor
-    abar: Tensor
-    variance: Tensor
+    centre: Tensor
+    precision: Tensor
+    half_log_det: Tensor
     frequencies: Tensor
 
     def __init__(
@@ -121,35 +121,33 @@ class LevelMLP(nn.Module):
     ) -> None:
         super().__init__()
         data = data.flatten(1).double()
-        dimension = data.shape[1]
-        covariance = torch.cov(data.T).reshape(dimension, dimension)
-        spread, axes = torch.linalg.eigh(covariance)
-        self.register_buffer("axes", axes.float())
-        self.register_buffer("mean", (data.mean(0) @ axes).float())
-        self.register_buffer("spread", spread.clamp(min=0).float())
-        self.register_buffer("abar", ladder.abar.float())
-        self.register_buffer("variance", ladder.variance.float())
+        levels, dimension = ladder.levels, data.shape[1]
+        spread, axes = torch.linalg.eigh(torch.cov(data.T).reshape(dimension, dimension))
+        noise = torch.where(ladder.variance > 0, ladder.variance, ladder.variance[min(1, ladder.top)])
+        # A clean level 0 may have flat directions; no narrower than the noise of level 1 makes it a proper start.
+        spread = ladder.abar.unsqueeze(1) * spread.clamp(min=0) + ladder.variance.unsqueeze(1)
+        spread = spread.clamp(min=max(float(noise[0]), 1e-8))
+        self.register_buffer("axes", axes.float())  # C_t = axes diag(spread_t) axes'
+        self.register_buffer("centre", (ladder.abar.sqrt().unsqueeze(1) * (data.mean(0) @ axes)).float())
+        self.register_buffer("precision", spread.rsqrt().float())  # C_t^(-1/2) on the axes
+        self.register_buffer("half_log_det", spread.log().sum(1).float() / 2)
         self.register_buffer("frequencies", 2.0 ** torch.arange(octaves))
 
         sizes = [dimension * (1 + 2 * octaves)] + [width] * hidden
-        levels = ladder.levels
-        self.weights = nn.ParameterList(
-            # SiLU halves the second moment, which the 2 makes up for behind the first layer.
-            torch.randn(a, b) * math.sqrt((2 if i else 1) / a)
-            for i, (a, b) in enumerate(pairwise(sizes))
-        )
+        self.weights = nn.ParameterList(torch.randn(a, b) / math.sqrt(a) for a, b in pairwise(sizes))
         self.gains = nn.ParameterList(torch.ones(levels, width) for _ in range(hidden))
         self.biases = nn.ParameterList(
             # Spread the first layer's bends over the data; further layers bend near zero.
             (2 * torch.rand(1, width) - 1).repeat(levels, 1) * (0.1 if i else 1.0)
             for i in range(hidden)
         )
-        self.head = nn.Parameter(torch.zeros(levels, width))
+        self.shift = nn.Parameter(torch.zeros(width, dimension))  # R
+        self.head = nn.Parameter(torch.zeros(width))
+        self.head_gain = nn.Parameter(torch.ones(levels, width))
         self.constant = nn.Parameter(torch.zeros(levels))
-        # Small enough that the squares start far below the Gaussian, whatever the level's scale.
-        self.constraints = nn.Parameter(torch.randn(width, squares) * 0.005 / math.sqrt(width))
+        # Not zero, which would be a saddle, but far below the Gaussian at every level's scale.
+        self.constraints = nn.Parameter(torch.randn(width, squares) * 0.005 / math.sqrt(width))  # Q
         self.offsets = nn.Parameter(torch.zeros(levels, squares))
-        noise = torch.where(ladder.variance > 0, ladder.variance, ladder.variance[min(1, ladder.top)])
         self.log_scales = nn.Parameter((-noise.log() / 2).float().unsqueeze(1).repeat(1, squares))
 
     def forward(self, x: Tensor, t: Tensor) -> Tensor:
@@ -160,19 +158,12 @@ class LevelMLP(nn.Module):
             h = torch.cat([x, angle.sin(), angle.cos()], dim=1)
         for weight, gain, bias in zip(self.weights, self.gains, self.biases, strict=True):
             h = F.silu(torch.addcmul(bias[t], h @ weight, gain[t]))
-        u = (h * self.head[t]).sum(1) + self.constant[t] + self._gaussian(x, t)
+        y = (x @ self.axes - self.centre[t]) * self.precision[t]
+        u = (y - h @ self.shift).square().sum(1) / 2 + self.half_log_det[t]
         if self.offsets.shape[1]:
             q = (h @ self.constraints + self.offsets[t]) * self.log_scales[t].exp()
             u = u + q.square().sum(1) / 2
-        return u
-
-    def _gaussian(self, x: Tensor, t: Tensor) -> Tensor:
-        """-log density of the diffused Gaussian at level t, without the dimension's constant."""
-        variance = self.abar.unsqueeze(1) * self.spread + self.variance.unsqueeze(1)
-        # A clean level 0 may have flat directions; no narrower than the noise of level 1 makes it a proper start.
-        variance = variance.clamp(min=float(self.variance[min(1, len(self.variance) - 1)]))
-        centred = x @ self.axes - (self.abar.sqrt().unsqueeze(1) * self.mean)[t]
-        return (centred.square() / variance[t]).sum(1) / 2 + variance.log().sum(1)[t] / 2
+        return u + (h * self.head_gain[t]) @ self.head + self.constant[t]
 
 
 class GaussianTop(nn.Module):
