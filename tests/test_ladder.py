@@ -188,7 +188,7 @@ def test_noise_overlap_falls_with_the_dimension_and_rises_with_the_last_variance
         (lambda: Ladder.paper(6, 0.01, math.nan), "delta_last .* nan"),
         (lambda: Ladder.paper(6, 0.01, 0.4), r"delta_last=0\.4 .* 6 levels .* 1\.23, which must stay below 1"),
         (lambda: Ladder.geometric(0), "dimension .* 0"),
-        (lambda: Ladder.geometric(2, floor=-0.1), r"floor=-0\.1"),
+        (lambda: Ladder.geometric(2, floor=-0.1), r"floor must be 0 or more, got -0\.1"),
         (lambda: Ladder.geometric(2, floor=1.2), r"floor=1\.2"),
         (lambda: Ladder.geometric(2, first_sd=0.0), r"first_sd .* 0\.0"),
         (lambda: Ladder.geometric(2, last_variance=1.0), r"last_variance=1\.0"),

@@ -106,7 +106,7 @@ def test_both_kinds_of_array_give_the_same_numbers(model: Model):
     assert np.array_equal(model.energy(x, 2), model.energy(torch.from_numpy(x), 2).numpy())
 
 
-@pytest.mark.parametrize("view", [lambda x: x[::-1], lambda x: x[:, ::-1], lambda x: np.asfortranarray(x)])
+@pytest.mark.parametrize("view", [lambda x: x[::-1], lambda x: x[:, ::-1], np.asfortranarray])
 def test_any_view_of_an_array_will_do(model: Model, view: Any):
     x = np.random.default_rng(0).normal(3, 2, (5, 2)).astype(np.float32)
     # Other memory orders may sum in another order: a few units in the last place of energies of order 1.
@@ -177,9 +177,9 @@ def test_many_points_go_in_parts():
         (np.float64(1.0), "()"),
         (np.array([[0.0, np.nan]]), "NaN"),
         (np.array([[np.inf, 0.0]]), "NaN"),
-        (np.array([[1e300, 0.0]]), "1e+300"),
-        (np.array([["a", "b"]]), "<U1"),
-        (np.array([[1j, 0]]), "complex"),
+        (np.array([[1e300, 0.0]]), "infinite"),
+        (np.array([["a", "b"]]), "x must"),
+        (np.array([[1j, 0]]), "x must"),
     ],
     ids=str,
 )
@@ -223,6 +223,19 @@ def test_saved_and_loaded_models_are_equal(tmp_path: Path, method: str):
     assert torch.equal(copy.sigma, model.sigma)
 
 
+@pytest.mark.parametrize("method", ["persistent", "drl", "da"])
+@pytest.mark.parametrize("network", ["relu-mlp", "gated-mlp", "level-mlp"])
+def test_every_network_comes_back(tmp_path: Path, network: str, method: str):
+    """Also what a network took from the data when it was built: on loading there are no data."""
+    _state, model = trained(tmp_path / "run", method, network=network, squares=2, octaves=1)
+    model.save(tmp_path / "model")
+    x = np.random.default_rng(0).normal(SHIFT, SCALE, (20, 2)).astype(np.float32)
+    for t in range(model.ladder.levels):
+        u = model.energy(x, t)
+        assert np.isfinite(u).all()
+        assert np.array_equal(u, load(tmp_path / "model").energy(x, t))
+
+
 def test_a_model_folder_holds_no_training_state(tmp_path: Path, model: Model):
     model.save(tmp_path / "model")
     assert sorted(path.name for path in (tmp_path / "model").iterdir()) == ["model.json", "model.safetensors"]
@@ -235,7 +248,8 @@ def test_a_run_is_loaded_with_its_averaged_weights(tmp_path: Path, average: floa
     weights = dict(model.network.named_parameters())
     for name, raw in state.network.named_parameters():
         assert torch.equal(weights[name], state.average[name] if average else raw)
-        assert not average or not torch.equal(weights[name], raw)
+    same = [torch.equal(weights[name], raw) for name, raw in state.network.named_parameters()]
+    assert not all(same) if average else all(same)
 
 
 def test_loading_takes_the_steps_of_training(tmp_path: Path):
@@ -269,7 +283,7 @@ def test_loading_what_is_no_model_is_refused(tmp_path: Path, what: str):
 
 @pytest.mark.parametrize("width", [1, 2, 3, 4, 5])
 def test_a_narrow_network_works_or_is_refused(width: int):
-    """The time embedding of the gated network has width / 2 frequencies; with one it used to be 0 / 0."""
+    """The time embedding of the gated network has width / 2 frequencies; with one their spacing is 0 / 0."""
     config = small("da", width=width, iterations=1)
     try:
         state, _ladder = train(config, dataset())
@@ -285,7 +299,7 @@ def test_a_narrow_network_works_or_is_refused(width: int):
 @pytest.mark.parametrize("method", list(METHODS))
 def test_samples_follow_from_the_seed(tmp_path: Path, method: str):
     _state, model = trained(tmp_path, method)
-    # A plain EBM runs up to 250 times its training steps; two are enough here.
+    # A plain EBM takes up to 250 times as many steps as in training.
     model = replace(model, config=replace(model.config, steps=1))
     first, again, other = (model.sample(7, seed=seed) for seed in (5, 5, 6))
     assert isinstance(first, np.ndarray)

@@ -318,6 +318,7 @@ def test_ten_and_ten_are_twenty(config: Config, tmp_path: Path, last: int):
         {"reject_from": 12},
         {"clip": 0.5, "energy_penalty": 0.1},
         {"floor": 0.1},
+        {"network": "level-mlp", "squares": 2, "octaves": 1},
         {"ladder": "paper", "delta_first": 0.01, "delta_last": 0.4},
     ],
     ids=str,

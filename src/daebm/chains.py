@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from daebm.errors import InputError
 from daebm.ladder import Ladder
 
 
@@ -44,6 +45,8 @@ class Chains:
 
     def draw(self, count: int, generator: torch.Generator) -> Tensor:
         """Slots of ``count`` different chains. Write their new values back with `put` to the same slots."""
+        if count > len(self):
+            raise InputError(f"cannot draw {count} different chains from a store of {len(self)}")
         return torch.randperm(len(self), generator=generator)[:count]
 
     def put(self, slots: Tensor, x: Tensor, t: Tensor) -> None:

@@ -83,6 +83,7 @@ class Ladder:
     @classmethod
     def single(cls, floor: float = 0.0) -> Ladder:
         """One level: a plain EBM is the joint model with T = 0."""
+        _check_floor(floor)
         return cls(torch.ones(1, dtype=torch.float64), torch.tensor([floor**2], dtype=torch.float64))
 
     @classmethod
@@ -115,11 +116,12 @@ class Ladder:
         and the geometric part starts at level 1 with sd ``first_sd``. ``top`` (T) follows from the dimension
         when it is not given.
         """
+        _check_floor(floor)
         check_positive(dimension=dimension, first_sd=first_sd, last_variance=last_variance)
         start = floor**2 if floor > 0 else first_sd**2
-        if floor < 0 or not start < last_variance < 1:
+        if not start < last_variance < 1:
             raise InputError(
-                f"a geometric ladder needs 0 <= floor and floor (or first_sd) squared < last_variance < 1, got "
+                f"a geometric ladder needs floor (or first_sd) squared < last_variance < 1, got "
                 f"floor={floor}, first_sd={first_sd}, last_variance={last_variance}"
             )
         first = 0 if floor > 0 else 1
@@ -151,6 +153,11 @@ def noise_overlap(ladder: Ladder, data: Tensor, generator: torch.Generator | Non
     distance = torch.cdist(x, ladder.abar[-1].sqrt() * z) ** 2
     log_p = torch.logsumexp(-distance / (2 * v), dim=1) - math.log(len(z)) - dimension / 2 * v.log()
     return float(torch.exp((log_p + x.square().sum(1) / 2).clamp(max=0)).mean())
+
+
+def _check_floor(floor: float) -> None:
+    if not (math.isfinite(floor) and floor >= 0):
+        raise InputError(f"floor must be 0 or more, got {floor!r}")
 
 
 def check_positive(**values: float) -> None:

@@ -122,6 +122,8 @@ def draw_negatives(
             fresh = torch.rand(n, generator=generator) < config.restart_probability
             noise = torch.randn(x.shape, generator=generator, dtype=x.dtype)
             x = torch.where(fresh.reshape(-1, *[1] * (x.ndim - 1)), noise, x)
+            t = torch.where(fresh, ladder.top, t)  # noise belongs to level T
+            chains.stage[slots[fresh]] = 0  # and its round trip begins anew
     bursts: list[TransitionInfo] = []
     if row.ladder:
         move = label_move(config.label_move, ladder.top, config.block)

@@ -7,6 +7,7 @@ is an argument: given the same eps and log u, a step is a function.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -60,6 +61,8 @@ def energy_and_gradient(energy: PlainEnergy, x: Tensor) -> tuple[Tensor, Tensor]
 
 def init(energy: PlainEnergy, x: Tensor) -> State:
     """The state at x. Call it again whenever the energy changes: a cache of another energy is a wrong sampler."""
+    if x.ndim < 2:
+        raise InputError(f"x must have shape (n, ...) with an event dimension, got {tuple(x.shape)}: x.unsqueeze(1)?")
     return State(x.detach(), *energy_and_gradient(energy, x))
 
 
@@ -119,6 +122,8 @@ def run(
     """
     if steps < 1:
         raise InputError(f"steps must be at least 1, got {steps}")
+    if isinstance(sigma, float) and not (math.isfinite(sigma) and sigma > 0):
+        raise InputError(f"sigma must be a positive number, got {sigma}")
     sigma = torch.as_tensor(sigma, dtype=x.dtype, device=x.device).expand(len(x))
     state = init(energy, x)
     accepted, refused = torch.zeros_like(state.energy), torch.zeros_like(state.energy)

@@ -35,7 +35,10 @@ def label_energies(energy: Energy, x: Tensor, labels: Tensor) -> Tensor:
     n, b = labels.shape
     repeated = x.unsqueeze(1).expand(n, b, *x.shape[1:]).reshape(n * b, *x.shape[1:])
     with torch.no_grad():
-        return energy(repeated, labels.reshape(-1)).reshape(n, b)
+        u = energy(repeated, labels.reshape(-1))
+    if u.shape != (n * b,):
+        raise InputError(f"an energy must return shape {(n * b,)} for {n * b} points, but it returned {tuple(u.shape)}")
+    return u.reshape(n, b)
 
 
 def _gibbs(
