@@ -124,6 +124,14 @@ def test_a_second_write_replaces_the_first_and_leaves_no_other_file(folder: Path
     assert sorted(p.name for p in folder.iterdir()) == [f"{NAME}.json", f"{NAME}.safetensors"]
 
 
+def test_what_was_read_does_not_hang_on_the_file(folder: Path):
+    """A file may be mapped into memory instead of read; whoever then writes into it would change a running state."""
+    tensors, _facts = read(folder, NAME)
+    with open(truth_file(folder), "r+b") as file:
+        file.write(bytes(truth_file(folder).stat().st_size))
+    assert all(torch.equal(tensors[key], value) for key, value in small_tensors().items())
+
+
 def test_no_pickle(tmp_path: Path):
     """Loading a file must not run code from it: nothing in the package may unpickle, and no file may be a pickle."""
     source = "".join(path.read_text() for path in Path(checkpoint.__file__).parent.rglob("*.py"))

@@ -1,6 +1,8 @@
 """The command line: what it writes, that it never destroys anything unasked, and that bad input is one sentence."""
 
+import contextlib
 import json
+import math
 import re
 import shlex
 import shutil
@@ -12,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
@@ -614,6 +617,33 @@ def test_data_without_rows_or_columns_are_refused(shape: tuple[int, ...]):
 def test_held_out_data_of_another_shape_are_refused():
     with pytest.raises(InputError, match="differ in shape"):
         Dataset("mine", torch.zeros(5, 1), torch.zeros(5, 2))
+
+
+def test_numpy_arrays_are_taken_or_refused_in_a_sentence():
+    with contextlib.suppress(InputError):
+        assert Dataset("mine", np.zeros((5, 1)), np.zeros((5, 1))).event == (1,)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("iterations", 5.5),
+        ("iterations", "5"),
+        ("iterations", True),
+        ("learning_rate", "fast"),
+        ("learning_rate", None),
+        ("kernel", 3),
+        ("standardise", "yes"),
+        ("milestones", 0.5),
+        ("milestones", ("a",)),
+        ("last_variance", math.nan),
+    ],
+    ids=str,
+)
+def test_settings_of_another_type_are_refused(key: str, value: object):
+    """In a script as on the command line, before they can do harm far from where they were written."""
+    with pytest.raises(InputError, match=key):
+        Config("mine", "persistent", "none", **{key: value})  # type: ignore[arg-type]
 
 
 def test_every_error_on_purpose_is_caught_by_the_command_line():

@@ -269,6 +269,24 @@ def test_recovery_stays_with_its_partner():
     assert not torch.equal(drawn.x, start.x)
 
 
+def test_recovery_starts_each_level_at_its_partner():
+    """At x_(t+1) / sqrt(alpha_(t+1)), the partner without its shrinking, as in training."""
+    it, first = closed(), {}
+
+    def energy(x: Tensor, t: Tensor) -> Tensor:
+        first.setdefault(int(t[0]), x.detach().clone())
+        return it.energy(x, t)
+
+    start = exact(it, 5, 0)._replace(t=torch.full((5,), 3))
+    # Steps so short that x hardly moves.
+    sampler = it.sampler._replace(energy=energy, sigma=torch.full((4,), 1e-9).double(), steps=1)
+    sampling.recovery(sampler, start, seeded())
+    x = start.x
+    for level in (2, 1, 0):
+        x = x / it.ladder.alpha[level + 1].sqrt()
+        assert torch.allclose(first[level], x, atol=1e-6)
+
+
 def test_a_long_run_stays_at_level_zero_and_keeps_its_law():
     it, count = closed(), 5000
     x = it.energy.levels[0].sample(count, seeded(11))
