@@ -21,7 +21,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 quickstart: setup
-	$(BIN)/daebm run digits --out runs/quickstart --if-exists reuse
+	$(BIN)/daebm run digits --out runs/quickstart $(if $(wildcard runs/quickstart/config.json),--resume)
 
 test: setup
 	$(BIN)/pytest -m 'not long'

@@ -8,6 +8,7 @@ median over the rounds is reported.
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -29,7 +30,7 @@ def energy_network() -> nn.Module:
     torch.manual_seed(0)
     widths = [2, 128, 128, 128]
     layers: list[nn.Module] = []
-    for a, b in zip(widths, widths[1:], strict=False):
+    for a, b in itertools.pairwise(widths):
         layers += [nn.Linear(a, b), nn.Softplus()]
     return nn.Sequential(*layers, nn.Linear(128, 1), nn.Flatten(0))
 
@@ -98,7 +99,9 @@ def main() -> None:
         reference = [name for name in calls if not name.startswith("daebm")]
         for ours in (name for name in calls if name.startswith("daebm")):
             ratios = (statistics.median(b / a for a, b in zip(times[ours], times[r], strict=True)) for r in reference)
-            print("  " + f"{ours:<24}" + "".join(f"{ratio:6.2f}x {r}" for ratio, r in zip(ratios, reference, strict=True)))
+            print(
+                "  " + f"{ours:<24}" + "".join(f"{ratio:6.2f}x {r}" for ratio, r in zip(ratios, reference, strict=True))
+            )
         transitions(network, x, arguments.steps, times)
 
 

@@ -12,6 +12,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
@@ -24,11 +25,15 @@ FORMAT = 1
 def write_atomically(path: Path, content: bytes) -> None:
     """Replace ``path`` by ``content`` in one step that survives a crash."""
     temporary = path.with_name(path.name + ".partial")
-    with open(temporary, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:  # a full disk, say: give the space back
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -65,13 +70,19 @@ def read(folder: Path, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
+            # Cloned, as safetensors maps the file: a state must not change with it.
+            tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118 (not a dict)
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{path} is truncated or damaged ({error}): restore a copy or start over") from error
     if "daebm" not in metadata:
         raise CheckpointError(f"{path} was not written by daebm: name a folder that holds a daebm run or model")
-    facts: dict[str, Any] = json.loads(metadata["daebm"])
-    if facts.get("format", 0) > FORMAT:
+    facts: dict[str, Any]
+    try:
+        facts = json.loads(metadata["daebm"])
+        newer = facts["format"] > FORMAT
+    except (ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(f"{path} is damaged (its facts cannot be read): restore a copy or start over") from error
+    if newer:
         raise CheckpointError(
             f"{path} has format {facts['format']}, and this daebm reads up to {FORMAT}: install a newer daebm"
         )
@@ -81,7 +92,7 @@ def read(folder: Path, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if beside.exists():
         copy = read_json(beside)
         # A run killed between the two renames leaves the JSON of the state before; that one says so by its checksum.
-        if copy.pop("sha256", None) == metadata["sha256"] and copy != facts:
+        if not isinstance(copy, dict) or (copy.pop("sha256", None) == metadata["sha256"] and copy != facts):
             raise CheckpointError(f"{beside} was edited by hand: delete it, {path.name} holds the same facts")
     return tensors, facts
 
@@ -90,5 +101,5 @@ def _digest(text: str, tensors: dict[str, Tensor]) -> str:
     digest = hashlib.sha256(text.encode())
     for key in sorted(tensors):
         digest.update(f"{key} {tensors[key].dtype} {tuple(tensors[key].shape)}".encode())
-        digest.update(tensors[key].numpy().tobytes())
+        digest.update(tensors[key].reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

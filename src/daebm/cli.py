@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
 import sys
 import time
 from dataclasses import dataclass, field
@@ -51,6 +53,8 @@ class Run:
 
     def __call__(self) -> None:
         _set_threads(self.threads)
+        if self.resume and self.overwrite:
+            raise InputError("--resume and --overwrite exclude each other: give one of them")
         out = self.out or Path("runs") / f"{self.experiment}-{self.method}-{self.preset}-{self.seed}"
         it = experiment(self.experiment)
         configs = {
@@ -60,10 +64,14 @@ class Run:
         if self.method != "all":
             self._one(configs[self.method], out)
             return
+        _check_comparison_folder(out)
+        configs = {name: runs.matched_iterations(config, configs["da"]) for name, config in configs.items()}
+        for config in configs.values():
+            runs.check(config, self.tensorboard)
         finished = {}
         for name, config in configs.items():
             print(f"{name}: {METHODS[name].title}")
-            self._one(runs.matched_iterations(config, configs["da"]), out / name)
+            self._one(config, out / name)
             finished[METHODS[name].title] = runs.load_finished(out / name)
         report.write_comparison(out, finished)
         print(f"comparison: {out / 'report.html'}")
@@ -109,7 +117,8 @@ class Show:
         it = experiment(self.experiment)
         config = resolve(it.name, it.presets, self.method, self.preset, 0, _pairs(self.settings))
         for name in (f.name for f in dataclasses.fields(config)):
-            print(f"  {name:<18} {report.show(getattr(config, name))}")
+            value = getattr(config, name)
+            print(f"  {name:<18} {value if isinstance(value, str) else json.dumps(value)}")
         gradients = config.iterations * config.gradients_per_iteration * config.batch
         seconds = _seconds_per_iteration(config) * config.iterations
         long_run = config.long_run_chains * config.long_run_steps
@@ -131,6 +140,8 @@ class Report:
     def __call__(self) -> None:
         if not self.folders:
             raise InputError("name at least one run folder")
+        if self.out is not None and runs.holds_run(self.out):
+            raise InputError(f"{self.out} holds a run, whose report would be lost: choose another --out")
         finished = {str(folder): runs.load_finished(folder) for folder in self.folders}
         names = {config.experiment for config, _summary, _arrays in finished.values()}
         if len(names) > 1:
@@ -150,10 +161,18 @@ def _pairs(settings: list[str]) -> dict[str, str]:
     pairs = {}
     for item in settings:
         key, equals, value = item.partition("=")
-        if not equals:
+        if not equals or not key:
             raise InputError(f"--set takes KEY=VALUE, got {item!r}")
         pairs[key] = value
     return pairs
+
+
+def _check_comparison_folder(out: Path) -> None:
+    """A comparison may be continued, but not be written over anything else."""
+    names = {path.name for path in out.iterdir()} if out.is_dir() else set()
+    ours = set(METHODS) | ({"comparison.json", "report.html", "figures"} if "comparison.json" in names else {"figures"})
+    if names - ours:
+        raise InputError(f"{out} is not empty and holds no daebm comparison: choose another --out")
 
 
 def _set_threads(threads: int) -> None:
@@ -185,10 +204,16 @@ def main() -> None:
     )
     try:
         command()
-    except DaebmError as error:
-        sys.exit(f"daebm: {error}")
+    except BrokenPipeError:  # `daebm show ... | head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except (DaebmError, OSError) as error:
+        print(f"daebm: {error}", file=sys.stderr)
+        sys.exit(2)
     except KeyboardInterrupt:
-        sys.exit("daebm: interrupted; the same command with --resume continues")
+        go_on = "; the same command with --resume continues" if isinstance(command, Run) else ""
+        print(f"daebm: interrupted{go_on}", file=sys.stderr)
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 import math
 from dataclasses import dataclass
@@ -17,9 +18,9 @@ from daebm.samplers.langevin import KERNELS
 class Config:
     """The resolved settings of one run. Budgets are iterations: nothing reads the clock."""
 
-    experiment: str
-    method: str
-    preset: str
+    experiment: str = "own-data"
+    method: str = "da"
+    preset: str = "own"
     seed: int = 0
 
     # Data
@@ -85,6 +86,7 @@ class Config:
     long_run_steps: int = 10_000
 
     def __post_init__(self) -> None:
+        _check_types(self)
         row = method(self.method)
         for name in (
             "iterations",
@@ -117,6 +119,7 @@ class Config:
             _require(self, name, getattr(self, name) > 0, "positive")
         for name in ("average", "beta1"):
             _require(self, name, 0 <= getattr(self, name) < 1, "in [0, 1)")
+        _require(self, "seed", self.seed < 2**62, "below 2**62")
         _require(self, "block", self.block >= 2, "at least 2")
         _require(self, "decay_start", 0 <= self.decay_start <= 1, "between 0 and 1")
         _require(self, "decay_factor", 0 < self.decay_factor <= 1, "in (0, 1]")
@@ -151,11 +154,16 @@ class Config:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Config:
+        if not isinstance(values, dict):
+            raise InputError(f"settings must be a JSON object, got {type(values).__name__}")
+        missing = {"experiment", "method", "preset"} - set(values)
+        if missing:
+            raise InputError(f"the setting {min(missing)!r} is missing")
         unknown = set(values) - {f.name for f in dataclasses.fields(cls)}
         if unknown:
             raise InputError(f"unknown setting {min(unknown)!r}: this version of daebm does not have it")
         values = dict(values)
-        if "milestones" in values:
+        if isinstance(values.get("milestones"), list):
             values["milestones"] = tuple(values["milestones"])
         return cls(**values)
 
@@ -168,10 +176,28 @@ class Config:
         return None
 
 
+def _check_types(config: Config) -> None:
+    """Every setting of its declared type, every number finite."""
+    for name, kind in get_type_hints(Config).items():
+        value = getattr(config, name)
+        parts = value if isinstance(value, tuple) else (value,)
+        number = all(isinstance(part, int | float) and not isinstance(part, bool) for part in parts)
+        fits = {
+            bool: isinstance(value, bool),
+            str: isinstance(value, str),
+            int: number and isinstance(value, int),
+            float: number and not isinstance(value, tuple),
+        }.get(kind, number and isinstance(value, tuple))
+        if not fits:
+            what = {bool: "true or false", str: "a word", int: "a whole number", float: "a number"}
+            raise InputError(f"{name} must be {what.get(kind, 'a list of numbers')}, got {value!r}")
+        if number and not all(math.isfinite(part) for part in parts):
+            raise InputError(f"{name} must be finite, got {value!r}")
+
+
 def _require(config: Config, name: str, holds: bool, what: str) -> None:
-    value = getattr(config, name)
-    if not holds or (isinstance(value, float) and not math.isfinite(value)):
-        raise InputError(f"{name} must be {what}, got {value!r}")
+    if not holds:
+        raise InputError(f"{name} must be {what}, got {getattr(config, name)!r}")
 
 
 PresetTable = dict[str, dict[str, dict[str, Any]]]
@@ -198,9 +224,13 @@ def resolve(
 
 def _parse(key: str, text: str) -> Any:
     kinds = get_type_hints(Config)
-    if key not in kinds or key in ("experiment", "method", "preset", "seed"):
-        close = ", ".join(name for name in kinds if key[:4] in name) or "see `daebm show`"
-        raise InputError(f"unknown setting {key!r} (close: {close})")
+    own = ("experiment", "method", "preset", "seed")
+    if key in own[1:]:
+        raise InputError(f"{key} has an option of its own: write --{key} {text} and not --set {key}={text}")
+    if key not in kinds or key in own:
+        close = difflib.get_close_matches(key, set(kinds) - set(own), n=3, cutoff=0.5)
+        hint = f"do you mean {' or '.join(close)}?" if close else "`daebm show` lists them"
+        raise InputError(f"unknown setting {key!r}: {hint}")
     kind = kinds[key]
     try:
         if kind is bool:

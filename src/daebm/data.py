@@ -34,16 +34,17 @@ class Dataset:
 
     def __post_init__(self) -> None:
         for part, x in (("training", self.train), ("held-out", self.held_out)):
+            if not isinstance(x, Tensor):
+                raise InputError(f"the {part} data of {self.name} must be a torch tensor: wrap them in torch.as_tensor")
             if x.ndim < 2 or len(x) == 0:
                 raise InputError(
                     f"the {part} data of {self.name} must have shape (n, ...) with n >= 1, got {tuple(x.shape)}"
                 )
-            if not torch.isfinite(x).all():
-                row = int((~torch.isfinite(x.flatten(1))).any(1).nonzero()[0])
-                raise InputError(
-                    f"the {part} data of {self.name} hold a NaN or infinite value (first in row {row}): "
-                    "remove or impute such rows"
-                )
+            check_finite(f"the {part} data of {self.name}", x)
+        if not (math.isfinite(self.shift) and math.isfinite(self.scale) and self.scale > 0):
+            raise InputError(
+                f"shift and scale of {self.name} must be finite and scale positive, got {self.shift} and {self.scale}"
+            )
         if self.train.shape[1:] != self.held_out.shape[1:]:
             raise InputError(
                 f"training and held-out events of {self.name} differ in shape: "
@@ -55,15 +56,22 @@ class Dataset:
         return tuple(self.train.shape[1:])
 
     def standardise(self, x: Tensor) -> Tensor:
-        return (x - self.shift) / self.scale
+        return ((x - self.shift) / self.scale).float()
 
 
-def gaussian_1d(generator: torch.Generator, count: int = 1000) -> Dataset:
+def check_finite(what: str, x: Tensor) -> None:
+    if not torch.isfinite(x).all():
+        row = int((~torch.isfinite(x.flatten(1))).any(1).nonzero()[0])
+        raise InputError(f"{what} hold a NaN or infinite value (first in row {row}): remove or impute such rows")
+
+
+def gaussian_1d(generator: torch.Generator, count: int = 1000, standardise: bool = False) -> Dataset:
     """Section 3.1: three quarters of the points from N(-2, .1^2), one quarter from N(2, .1^2), in exact shares."""
     left = count * 3 // 4
     centres = torch.cat([torch.full((left,), -2.0), torch.full((count - left,), 2.0)])
     train = (centres + 0.1 * torch.randn(count, generator=generator)).unsqueeze(1)
-    return Dataset("gaussian-1d", train, GAUSSIAN_1D_TRUTH.sample(1000, generator))
+    shift, scale = (-1.0, math.sqrt(3.01)) if standardise else (0.0, 1.0)  # the mixture's own mean and sd
+    return Dataset("gaussian-1d", train, GAUSSIAN_1D_TRUTH.sample(1000, generator), shift, scale)
 
 
 def draw_rings(count: int, generator: torch.Generator) -> Tensor:
@@ -81,7 +89,7 @@ def four_rings(generator: torch.Generator, count: int = 50_000, standardise: boo
     return Dataset("four-rings", train, draw_rings(10_000, generator), scale=scale if standardise else 1.0)
 
 
-def digits() -> Dataset:
+def digits(standardise: bool = True) -> Dataset:
     """scikit-learn's 8x8 digits as rows of 64 pixels in [0, 1]: 1,297 to train, 500 held out, always the same."""
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
@@ -95,8 +103,8 @@ def digits() -> Dataset:
         "digits",
         train,
         torch.from_numpy(x_held),
-        shift=float(train.mean()),
-        scale=float(train.std()),
+        shift=float(train.mean()) if standardise else 0.0,
+        scale=float(train.std()) if standardise else 1.0,
         train_labels=torch.from_numpy(y),
         held_out_labels=torch.from_numpy(y_held),
     )

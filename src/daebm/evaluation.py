@@ -62,7 +62,7 @@ def rings_log_density(radius: Floats, abar: float = 1.0, variance: float = 0.0, 
 
     Clean: (1/4) sum_k N(r; k, .01^2) / (2 pi r), with the 1/r of Cartesian coordinates. Diffused in standardised
     units, x / scale = sqrt(abar) z / scale + sqrt(v) eps: each point of radius rho spreads into a Rice law, whose
-    density I_0 gives; the ring's width is integrated by Gauss-Hermite quadrature.
+    density I_0 gives; the ring's width is integrated by the trapezoidal rule.
     """
     r = np.asarray(radius, dtype=float)
     noise = variance * scale**2
@@ -72,7 +72,10 @@ def rings_log_density(radius: Floats, abar: float = 1.0, variance: float = 0.0, 
         log_ring = -(z**2) / 2 - math.log(RING_SD * math.sqrt(2 * math.pi))
         mixed: Floats = logsumexp(log_ring, axis=1) - math.log(len(centres)) - np.log(2 * math.pi * r)
         return mixed
-    nodes, weights = np.polynomial.hermite_e.hermegauss(31)
+    # Nodes no further apart than half a ring's width or the noise: their sum is then exact to 1e-8.
+    spacing = min(0.5, math.sqrt(noise / abar) / RING_SD)
+    nodes = np.arange(-6, 6 + spacing, spacing)
+    weights = np.exp(-(nodes**2) / 2)
     rho = math.sqrt(abar) * (centres[:, None] + RING_SD * nodes).reshape(-1)
     log_w = np.log(np.tile(weights / weights.sum(), len(centres)) / len(centres))
     total = np.empty_like(r)
@@ -109,12 +112,12 @@ def effective_sample_size(series: Floats) -> float:
     Autocovariances are averaged over chains about the common mean, and summed in Geyer's initial positive pairs.
     """
     length, chains = series.shape
+    if length == 0 or np.ptp(series) == 0:
+        return math.nan
     centred = series - series.mean()
     size = 1 << (2 * length - 1).bit_length()
     spectrum = np.abs(np.fft.rfft(centred, n=size, axis=0)) ** 2
     covariance = np.fft.irfft(spectrum, n=size, axis=0)[:length].mean(1) / np.arange(length, 0, -1)
-    if covariance[0] <= 0:
-        return float(length * chains)
     rho = covariance / covariance[0]
     pairs = rho[: length // 2 * 2].reshape(-1, 2).sum(1)
     positive = int(np.argmax(pairs <= 0)) if (pairs <= 0).any() else len(pairs)

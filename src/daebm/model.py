@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,12 +13,13 @@ from torch import Tensor, nn
 
 from daebm import checkpoint, networks, sampling
 from daebm.config import Config
+from daebm.data import Dataset
 from daebm.errors import CheckpointError, InputError
 from daebm.ladder import Ladder
 from daebm.methods import method
 from daebm.samplers.langevin import KERNELS, Info
 from daebm.samplers.mgms import label_move
-from daebm.state import CHECKPOINT, STATE
+from daebm.state import CHECKPOINT, STATE, TrainingState
 
 Array = TypeVar("Array", np.ndarray[Any, Any], Tensor)
 CHUNK = 1 << 16  # rows per network evaluation; bounds memory
@@ -39,15 +41,26 @@ class Model:
     def __post_init__(self) -> None:
         self.network.eval().requires_grad_(False)
 
+    @classmethod
+    def from_training(cls, config: Config, dataset: Dataset, state: TrainingState, ladder: Ladder) -> Model:
+        """The model that `train` has arrived at, with averaged weights if there are any; the state stays as it is."""
+        network = copy.deepcopy(state.network)
+        network.load_state_dict(network.state_dict() | state.average)
+        sigma = state.steps.sigma.clone()
+        return cls(config, network, ladder, sigma, dataset.event, dataset.shift, dataset.scale)
+
     def energy(self, x: Array, t: int | Array = 0) -> Array:
         """U(x, t) for x of shape (n, ...) and one level or n of them; numpy in, numpy out; torch in, torch out."""
         points = self._points(x)
-        t_array = torch.as_tensor(np.asarray(t) if not isinstance(t, Tensor) else t)
-        if t_array.is_floating_point() or t_array.numel() not in (1, len(points)):
-            raise InputError(f"t must be one whole number or {len(points)} of them, got {t!r}")
-        if len(points) and not 0 <= int(t_array.min()) <= int(t_array.max()) <= self.ladder.top:
-            raise InputError(f"t must lie in 0..{self.ladder.top}, the levels of this model, got {t!r}")
-        levels = t_array.long().reshape(-1).expand(len(points))
+        given = t.cpu().numpy() if isinstance(t, Tensor) else np.asarray(t)
+        if given.dtype.kind not in "iu" or given.size not in (1, len(points)):
+            kind = f"{given.size} of type {given.dtype}" if given.size != 1 else repr(t)
+            raise InputError(f"t must be one whole number or {len(points)} of them, got {kind}")
+        if given.size and not 0 <= given.min() <= given.max() <= self.ladder.top:
+            raise InputError(
+                f"t must lie in 0..{self.ladder.top}, the levels of this model, got {given.min()}..{given.max()}"
+            )
+        levels = torch.from_numpy(given.astype(np.int64).reshape(-1)).expand(len(points))
         with torch.no_grad():
             starts = range(0, max(len(points), 1), CHUNK)
             parts = [self.network(points[i : i + CHUNK], levels[i : i + CHUNK]) for i in starts]
@@ -116,18 +129,28 @@ class Model:
         checkpoint.write(Path(folder), "model", tensors, {"config": self.config.to_json(), "data": data})
 
     def _points(self, x: Array) -> Tensor:
-        points = torch.as_tensor(x)
+        if isinstance(x, Tensor):
+            points = x
+        else:
+            array = np.array(x)  # a copy: torch takes neither reversed nor read-only arrays as they are
+            if array.dtype.kind not in "fiub":
+                raise InputError(f"x must hold real numbers, got an array of {array.dtype}")
+            points = torch.from_numpy(array.astype(np.float64))
+        if points.is_complex():
+            raise InputError(f"x must hold real numbers, got {points.dtype}")
         if tuple(points.shape[1:]) != self.event or points.ndim < 2:
             raise InputError(f"x must have shape (n, {', '.join(map(str, self.event))}), got {tuple(points.shape)}")
+        points = self.standardise(points.float())
         if not torch.isfinite(points).all():
-            raise InputError("x holds a NaN or infinite value: remove or impute such rows")
-        return self.standardise(points.float())
+            raise InputError("x holds a NaN or infinite (in float32) value: remove or impute such rows")
+        return points
 
     @staticmethod
     def _like(result: Tensor, x: Array) -> Array:
         if isinstance(x, Tensor):
             return result.to(x.dtype if x.is_floating_point() else result.dtype)
-        return result.numpy().astype(x.dtype if x.dtype.kind == "f" else np.float32)
+        kind = np.asarray(x).dtype
+        return result.numpy().astype(kind if kind.kind == "f" else np.float32)
 
 
 def load(folder: str | Path) -> Model:
@@ -145,7 +168,8 @@ def load(folder: str | Path) -> Model:
     ladder = Ladder(tensors["ladder.abar"], tensors["ladder.variance"])
     event = tuple(facts["data"]["event"])
     # Buffers that were taken from the data come with the weights; two made-up points give them their shapes.
-    network = networks.build(config, torch.zeros(2, *event), ladder)
+    with torch.random.fork_rng(devices=[]):
+        network = networks.build(config, torch.zeros(2, *event), ladder)
     weights = {k.removeprefix("network."): v for k, v in tensors.items() if k.startswith("network.")}
     weights |= {k.removeprefix("average."): v for k, v in tensors.items() if k.startswith("average.")}
     network.load_state_dict(weights)

@@ -70,6 +70,8 @@ class GatedMLP(nn.Module):
     def __init__(self, dimension: int, width: int, hidden: int) -> None:
         super().__init__()
         half = width // 2
+        if half < 2:
+            raise InputError(f"network 'gated-mlp' needs a width of at least 4, got width={width}")
         self.register_buffer("frequencies", torch.exp(-math.log(1e4) * torch.arange(half) / (half - 1)))
         self.embed = nn.ModuleList([nn.Linear(2 * half, width), nn.Linear(width, width)])
         sizes = [dimension] + [width] * hidden
@@ -123,7 +125,9 @@ class LevelMLP(nn.Module):
         data = data.flatten(1).double()
         levels, dimension = ladder.levels, data.shape[1]
         spread, axes = torch.linalg.eigh(torch.cov(data.T).reshape(dimension, dimension))
-        noise = torch.where(ladder.variance > 0, ladder.variance, ladder.variance[min(1, ladder.top)])
+        # A single clean level has no noise to take a scale from.
+        noise = ladder.variance if ladder.top else ladder.variance.clamp(min=1e-4)
+        noise = torch.where(noise > 0, noise, noise[min(1, ladder.top)])
         # A clean level 0 may have flat directions; no narrower than the noise of level 1 makes it a proper start.
         spread = ladder.abar.unsqueeze(1) * spread.clamp(min=0) + ladder.variance.unsqueeze(1)
         spread = spread.clamp(min=max(float(noise[0]), 1e-8))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
 import platform
+import shlex
 import shutil
 import sys
 import time
@@ -13,15 +15,18 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.numpy import load, save
 from tqdm import tqdm
 
 from daebm import checkpoint, model, report
 from daebm.config import Config
+from daebm.data import Dataset
 from daebm.errors import CheckpointError, DivergenceError, InputError
 from daebm.experiments import experiment
 from daebm.experiments.base import Arrays, Summary, Trained
-from daebm.training import train
+from daebm.state import CHECKPOINT, STATE
+from daebm.training import begin, train
 
 CONFIG, SUMMARY, SAMPLES = "config.json", "summary.json", "samples.safetensors"
 # The evaluation draws from its own stream, so that looking at a model never changes a training run.
@@ -32,9 +37,10 @@ def run(
     config: Config, folder: Path, resume: bool = False, overwrite: bool = False, tensorboard: bool = False
 ) -> Summary:
     """Do, or continue, the run described by ``config`` in ``folder``; returns its summary."""
-    dataset = experiment(config.experiment).dataset(config)  # before anything is written
+    dataset = check(config, tensorboard)  # before anything is written
     finished = _prepare(config, folder, resume, overwrite)
     if finished is not None:
+        print(f"the run in {folder} is finished; --overwrite in place of --resume starts it again")
         return finished
     log = _Log(config, folder if tensorboard else None)
     try:
@@ -45,7 +51,7 @@ def run(
     finally:
         log.close()
     generator = torch.Generator().manual_seed(config.seed + EVALUATION_SEED)
-    trained = Trained(model.load(folder), dataset, state.chains, config, generator)
+    trained = Trained(model.load(folder), dataset, copy.deepcopy(state.chains), config, generator)
     clock = time.perf_counter()
     measured, arrays = experiment(config.experiment).evaluate(trained)
     summary: Summary = {
@@ -56,18 +62,46 @@ def run(
         "evaluation_seconds": round(time.perf_counter() - clock, 1),
     }
     checkpoint.write_atomically(folder / SAMPLES, save(arrays))
-    checkpoint.write_json(folder / SUMMARY, _json(summary))
     report.write_run(folder, config, summary, arrays)
+    checkpoint.write_json(folder / SUMMARY, _json(summary))  # last: it says that everything is there
     return summary
+
+
+def check(config: Config, tensorboard: bool = False) -> Dataset:
+    """The data of a run, after all that could refuse it has been asked."""
+    if tensorboard:
+        _summary_writer()
+    dataset = experiment(config.experiment).dataset(config)
+    begin(config, dataset)
+    return dataset
+
+
+def _read_config(folder: Path) -> Config:
+    try:
+        return Config.from_json(checkpoint.read_json(folder / CONFIG))
+    except InputError as error:
+        raise CheckpointError(
+            f"{folder / CONFIG} is not the config of a run ({error}): restore it or choose another --out"
+        ) from error
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether a folder holds a run. A config.json alone is no proof: many programs have one."""
+    if checkpoint.exists(folder / CHECKPOINT, STATE):
+        return True
+    try:
+        _read_config(folder)
+    except CheckpointError:
+        return False
+    return True
 
 
 def _prepare(config: Config, folder: Path, resume: bool, overwrite: bool) -> Summary | None:
     """Make the folder ready for a new or continued run; the summary if it is finished already."""
-    holds_run = (folder / CONFIG).exists()
     if resume:
-        if not holds_run:
+        if not (folder / CONFIG).exists():
             raise InputError(f"there is no run to resume in {folder}: leave --resume out to start one there")
-        before = Config.from_json(checkpoint.read_json(folder / CONFIG))
+        before = _read_config(folder)
         difference = config.difference(before)
         if difference is not None:
             raise CheckpointError(
@@ -81,13 +115,14 @@ def _prepare(config: Config, folder: Path, resume: bool, overwrite: bool) -> Sum
         return None
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder} is a file: choose another --out")
-    if holds_run and not overwrite:
+    there = holds_run(folder)
+    if there and not overwrite:
         raise InputError(f"{folder} already holds a run: add --resume, --overwrite or choose another --out")
-    if folder.exists() and any(folder.iterdir()) and not holds_run:
+    if not there and folder.exists() and any(path.suffix != ".partial" for path in folder.iterdir()):
         raise InputError(f"{folder} is not empty and holds no daebm run: choose another --out")
     try:
-        if holds_run:
-            shutil.rmtree(folder)
+        if there:
+            _delete(folder)
         folder.mkdir(parents=True, exist_ok=True)
         checkpoint.write_json(folder / CONFIG, config.to_json())
     except OSError as error:
@@ -95,8 +130,19 @@ def _prepare(config: Config, folder: Path, resume: bool, overwrite: bool) -> Sum
     return None
 
 
+def _delete(folder: Path) -> None:
+    """Delete a run, config.json last, and nothing that daebm has not put there."""
+    for name in (SUMMARY, "report.html", SAMPLES, "metrics.jsonl", "figures", "tensorboard", CHECKPOINT, CONFIG):
+        if (folder / name).is_dir():
+            shutil.rmtree(folder / name)
+        else:
+            (folder / name).unlink(missing_ok=True)
+
+
 def matched_iterations(config: Config, reference: Config) -> Config:
     """``config`` with as many iterations as spend the gradient evaluations of ``reference``, chains counted."""
+    if config == reference:
+        return config
     total = reference.iterations * reference.gradients_per_iteration * reference.batch
     iterations = max(1, round(total / (config.gradients_per_iteration * config.batch)))
     every = max(1, iterations // 20)
@@ -114,8 +160,11 @@ def load_finished(folder: Path) -> tuple[Config, Summary, Arrays]:
     """Config, summary and stored arrays of a finished run."""
     if not (folder / SUMMARY).exists() or not (folder / SAMPLES).exists():
         raise InputError(f"{folder} holds no finished run: name a folder that `daebm run` has completed")
-    config = Config.from_json(checkpoint.read_json(folder / CONFIG))
-    return config, checkpoint.read_json(folder / SUMMARY), load((folder / SAMPLES).read_bytes())
+    try:
+        arrays = load((folder / SAMPLES).read_bytes())
+    except SafetensorError as error:
+        raise CheckpointError(f"{folder / SAMPLES} is damaged ({error}): restore it or run again") from error
+    return _read_config(folder), checkpoint.read_json(folder / SUMMARY), arrays
 
 
 def _facts(config: Config) -> Summary:
@@ -124,7 +173,7 @@ def _facts(config: Config) -> Summary:
         "method": config.method,
         "preset": config.preset,
         "seed": config.seed,
-        "command": "daebm " + " ".join(sys.argv[1:]) if Path(sys.argv[0]).name == "daebm" else "",
+        "command": shlex.join(["daebm", *sys.argv[1:]]) if Path(sys.argv[0]).name == "daebm" else "",
         "date": time.strftime("%Y-%m-%d"),
         "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
         "threads": torch.get_num_threads(),
@@ -163,6 +212,14 @@ def _json(value: Any) -> Any:
     return value
 
 
+def _summary_writer() -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise InputError("TensorBoard is not installed: pip install 'daebm[tensorboard]'") from error
+    return SummaryWriter
+
+
 class _Log:
     """The progress bar and, on request, TensorBoard."""
 
@@ -176,11 +233,7 @@ class _Log:
         )
         self.writer: Any = None
         if tensorboard_folder is not None:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError as error:
-                raise InputError("TensorBoard is not installed: pip install 'daebm[tensorboard]'") from error
-            self.writer = SummaryWriter(str(tensorboard_folder / "tensorboard"))
+            self.writer = _summary_writer()(str(tensorboard_folder / "tensorboard"))
 
     def __call__(self, metrics: dict[str, Any]) -> None:
         if "event" in metrics:

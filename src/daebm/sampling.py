@@ -71,7 +71,7 @@ def until_visits(
     for _ in range(maximum):
         active = (missing > 0).nonzero().squeeze(1)
         if len(active) == 0:
-            return Drawn(x, t, gradients)
+            break
         x[active], t[active], _info = transition(
             sampler.kernel,
             sampler.energy,
@@ -84,6 +84,8 @@ def until_visits(
         )
         missing[active] -= (t[active] == 0).long()
         gradients += (sampler.steps + 1) * len(active)
+    if not (missing > 0).any():
+        return Drawn(x, t, gradients)
     raise DaebmError(
         f"{int((missing > 0).sum())} of {len(x)} chains did not reach level 0 {visits} times within {maximum} "
         "transitions: the labels of this model hardly mix; raise the limit, or train with more levels"

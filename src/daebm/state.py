@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +116,18 @@ class Saved:
     folder: Path | None
     memory: tuple[dict[str, Tensor], dict[str, Any]] | None = None
 
+    @cached_property
+    def data_facts(self) -> dict[str, Any]:
+        """What the run was begun on; the order of the data is part of the state."""
+        train = self.dataset.train.contiguous()
+        return {
+            "event": list(self.dataset.event),
+            "shift": self.dataset.shift,
+            "scale": self.dataset.scale,
+            "rows": len(train),
+            "sha256": hashlib.sha256(train.numpy().tobytes()).hexdigest(),
+        }
+
     @property
     def exists(self) -> bool:
         if self.folder is None:
@@ -123,11 +137,7 @@ class Saved:
     def save(self, state: TrainingState) -> None:
         tensors, facts = _pack(state)
         facts["config"] = self.config.to_json()
-        facts["data"] = {
-            "event": list(self.dataset.event),
-            "shift": self.dataset.shift,
-            "scale": self.dataset.scale,
-        }
+        facts["data"] = self.data_facts
         tensors["ladder.abar"], tensors["ladder.variance"] = self.ladder.abar, self.ladder.variance
         if self.folder is None:
             self.memory = copy.deepcopy((tensors, facts))
@@ -146,6 +156,12 @@ class Saved:
                 raise CheckpointError(
                     f"{self.folder} was begun with other settings ({difference}): "
                     "resume with the same ones or choose another --out"
+                )
+            if facts["data"] != self.data_facts:
+                raise CheckpointError(
+                    f"{self.folder} was begun on other data ({facts['data'].get('rows')} rows of shape "
+                    f"{facts['data']['event']} there, {self.data_facts['rows']} of {self.data_facts['event']} here, or "
+                    "other values): resume on the same data or choose another --out"
                 )
         _unpack(state, tensors, facts)
 

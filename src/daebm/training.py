@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from daebm.checkpoint import write_atomically
 from daebm.config import Config
-from daebm.data import Dataset
+from daebm.data import Dataset, check_finite
 from daebm.errors import DivergenceError, InputError
 from daebm.ladder import MINIMUM_NOISE_OVERLAP, Ladder, noise_overlap
 from daebm.methods import draw_negatives, method
@@ -32,6 +35,19 @@ def learning_rate(config: Config, iteration: int) -> float:
     return rate * min(1.0, (1 - share) / max(1 - config.decay_start, 1e-12))
 
 
+def begin(config: Config, dataset: Dataset) -> tuple[Tensor, Ladder, TrainingState]:
+    """Standardised data, the ladder and the state before the first iteration; refuses what cannot be trained."""
+    data = dataset.standardise(dataset.train)
+    check_finite(f"the training data of {dataset.name}", data)
+    if config.batch > len(data):
+        raise InputError(f"batch={config.batch} is more than the {len(data)} training points: lower it")
+    ladder = build_ladder(config, data[0].numel())
+    _check_overlap(config, ladder, data)
+    if config.compile and shutil.which(os.environ.get("CXX", "g++")) is None:
+        raise InputError("compile=true needs a C++ compiler and none was found: install g++ or leave compile out")
+    return data, ladder, start(config, data, ladder)
+
+
 def train(
     config: Config,
     dataset: Dataset,
@@ -44,10 +60,7 @@ def train(
     With a folder, checkpoints go to ``folder/checkpoint`` and metrics to ``folder/metrics.jsonl``, and ``resume``
     continues from there bit for bit. Without one the guard rolls back to a copy in memory.
     """
-    data = dataset.standardise(dataset.train)
-    ladder = build_ladder(config, data[0].numel())
-    _check_overlap(config, ladder, data)
-    state = start(config, data, ladder)
+    data, ladder, state = begin(config, dataset)
     saved = Saved(config, dataset, ladder, folder)
     if resume and saved.exists:
         saved.load(state)
@@ -62,13 +75,14 @@ def train(
     while state.iteration < config.iterations:
         metrics = step(config, state, data, ladder, kernel)
         trouble = _trouble(config, metrics)
-        if trouble is None and state.iteration % config.checkpoint_every == 0:
+        due = state.iteration % config.checkpoint_every == 0 or state.iteration == config.iterations
+        if trouble is None and due:
             trouble = _bad_weights(state.network)
         now = time.perf_counter()
         state.seconds, clock = state.seconds + now - clock, now
 
         if trouble is not None:
-            failed, rollbacks = state.iteration, state.rollbacks
+            failed, rollbacks, seconds = state.iteration, state.rollbacks, state.seconds
             if rollbacks >= config.maximum_rollbacks:
                 raise DivergenceError(
                     f"training diverged at iteration {failed} ({trouble}) after {rollbacks} roll-backs: "
@@ -76,7 +90,7 @@ def train(
                     "the last good checkpoint is kept"
                 )
             saved.load(state)
-            state.rollbacks = rollbacks + 1
+            state.rollbacks, state.seconds = rollbacks + 1, seconds
             state.rate_scale *= ROLLBACK_RATE_FACTOR
             saved.save(state)
             event = {
@@ -98,7 +112,7 @@ def train(
                 metrics_file.write(metrics)
         if config.adapt_every and state.iteration % config.adapt_every == 0:
             state.steps.adapt()
-        if state.iteration % config.checkpoint_every == 0 or state.iteration == config.iterations:
+        if due:
             saved.save(state)
     return state, ladder
 
@@ -116,12 +130,13 @@ def step(config: Config, state: TrainingState, data: Tensor, ladder: Ladder, ker
     partner = ladder.diffuse_up(x_data, t_data, generator) if row.start == "partner" else x_data
 
     # Chain side (lines 5-6).
-    rejecting = kernel if state.iteration >= config.reject_from else KERNELS["langevin"]
+    rejecting = state.iteration >= config.reject_from
+    moving = kernel if rejecting else KERNELS["langevin"]
     with torch.no_grad():
         negatives = draw_negatives(
             config,
             network,
-            rejecting,
+            moving,
             ladder,
             state.chains,
             state.steps.sigma,
@@ -132,7 +147,10 @@ def step(config: Config, state: TrainingState, data: Tensor, ladder: Ladder, ker
         )
     acceptance = torch.stack([burst.steps.accept_prob for burst in negatives.bursts])
     for burst in negatives.bursts:
-        state.steps.record(burst.level, burst.steps.accept_prob)
+        if (
+            rejecting and config.kernel == "mala"
+        ):  # an unadjusted step is always accepted, which says nothing of its size
+            state.steps.record(burst.level, burst.steps.accept_prob)
         state.nonfinite += int(burst.steps.nonfinite.sum() + burst.label_nonfinite.sum())
 
     # Update (line 7).
@@ -223,7 +241,7 @@ class _Metrics:
                 kept.append(line)
         if event is not None:
             kept.append(json.dumps(event))
-        self.path.write_text("".join(line + "\n" for line in kept))
+        write_atomically(self.path, "".join(line + "\n" for line in kept).encode())
 
     def write(self, entry: dict[str, Any]) -> None:
         with open(self.path, "a") as file:

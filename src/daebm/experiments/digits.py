@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -66,8 +67,7 @@ PRESETS: PresetTable = {
 
 
 def dataset(config: Config) -> Dataset:
-    del config
-    return data.digits()
+    return data.digits(config.standardise)
 
 
 def chimeras(images: Floats, labels: np.ndarray[Any, Any], seed: int = 0) -> Floats:
@@ -125,7 +125,7 @@ def evaluate(trained: Trained) -> tuple[Summary, Arrays]:
         "sample_confident": confident,
         "real_confident": real_confident,
         "gaussian_confident": gaussian_confident,
-        "sample_confident_ratio": confident / real_confident,
+        "sample_confident_ratio": confident / real_confident if real_confident else math.nan,
         "nearest_train_ratio": float(nearest),
         "long_run_same_class": float(same.mean()),
         "gradients_per_sample": drawn.gradients / len(samples),
@@ -223,11 +223,9 @@ def figures(summary: Summary, arrays: Arrays) -> dict[str, Figure]:
 
 def _sheet(images: Floats, columns: int = 20) -> Floats:
     """Pictures side by side in rows, with a one-pixel border."""
-    tiles = np.pad(images.reshape(-1, 8, 8), ((0, 0), (1, 1), (1, 1)))
-    rows = len(tiles) // columns
-    sheet: Floats = np.concatenate(
-        [np.concatenate(list(tiles[r * columns : (r + 1) * columns]), axis=1) for r in range(rows)]
-    )
+    missing = -len(images) % columns
+    tiles = np.pad(images.reshape(-1, 8, 8), ((0, missing), (1, 1), (1, 1)))
+    sheet: Floats = tiles.reshape(-1, columns, 10, 10).swapaxes(1, 2).reshape(-1, columns * 10)
     return sheet
 
 

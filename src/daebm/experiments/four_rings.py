@@ -24,7 +24,8 @@ from daebm.experiments.base import Arrays, Column, Experiment, Summary, Trained,
 
 # The paper's appendix E.2, where the released code differs the paper is followed: noise L is 4,000 (script 40,000),
 # DRL's rate decays (its scheduler is detached from its optimiser in the code) and its pairs use sqrt(alpha).
-# Of the paper's two step sizes per method the better is not named; these are the ones the released script uses.
+# The paper takes the better of two step sizes per method (.005 or .01; b = .02 or .01 for DRL) without naming it: .01
+# and .02 came out better here, in KL after the default budget.
 PAPER: dict[str, Any] = {
     "standardise": False,
     "network": "relu-mlp",
@@ -38,7 +39,7 @@ PAPER: dict[str, Any] = {
     "steps": 40,
     "store": 10_000,
     "start": "noise",
-    "step_size": 0.005,
+    "step_size": 0.01,
     "adapt_every": 0,
     "log_every": 500,
     "checkpoint_every": 2500,
@@ -118,7 +119,7 @@ def evaluate(trained: Trained) -> tuple[Summary, Arrays]:
     model, config, ladder = trained.model, trained.config, trained.model.ladder
     grid = polar_quadrature(lambda x: model.energy(x, 0))
     masses = ring_masses(grid)
-    kl_by_level = [kl_to_rings(grid)]
+    kl_by_level = [kl_to_rings(grid, float(ladder.abar[0]), float(ladder.variance[0]), model.scale)]
     for t in range(1, ladder.levels):
         # Level t is wide and smooth: a coarser grid over a larger disc.
         level = polar_quadrature(lambda x, t=t: model.energy(x, t), limit=12.0, step=0.004)  # type: ignore[misc]

@@ -15,6 +15,7 @@ from daebm.config import Config, PresetTable
 from daebm.data import GAUSSIAN_1D_TRUTH, Dataset
 from daebm.evaluation import line_quadrature
 from daebm.experiments.base import Arrays, Column, Experiment, Summary, Trained, long_run
+from daebm.methods import METHODS
 
 PAPER: dict[str, Any] = {
     "standardise": False,
@@ -73,20 +74,21 @@ PRESETS: PresetTable = {
 
 
 def dataset(config: Config) -> Dataset:
-    return data.gaussian_1d(torch.Generator().manual_seed(config.seed), config.train_size or 1000)
+    return data.gaussian_1d(torch.Generator().manual_seed(config.seed), config.train_size or 1000, config.standardise)
 
 
 def evaluate(trained: Trained) -> tuple[Summary, Arrays]:
     """Shares right of 0 (truth .25) in the store, a long run, samples from noise, and under exp(-U) itself."""
     model, config = trained.model, trained.config
     line = line_quadrature(lambda x: model.energy(x.astype(np.float32), 0))
-    at_zero = trained.chains.x[trained.chains.t == 0]
+    at_zero = model.to_data(trained.chains.x[trained.chains.t == 0])
     held = trained.dataset.standardise(trained.dataset.train[: config.long_run_chains])
-    long_end, _energies, _info = long_run(trained, held, config.kernel, "long run")
-    post = _post(trained)
+    long_end = model.to_data(long_run(trained, held, config.kernel, "long run")[0])
+    post = model.to_data(_post(trained))
     modes = model.energy(np.array([[-2.0], [2.0]], dtype=np.float32), 0)
     summary: Summary = {
-        "mass_right_buffer": _share(at_zero),
+        # cd and drl have no buffer: their chains end with the iteration.
+        "mass_right_buffer": _share(at_zero) if METHODS[config.method].start == "store" else math.nan,
         "mass_right_long_run": _share(long_end),
         "mass_right_post": _share(post),
         "mass_right_model": line.mass(line.x > 0),
@@ -130,7 +132,8 @@ def figures(summary: Summary, arrays: Arrays) -> dict[str, Figure]:
     panels = (("buffer", "replay buffer"), ("long_run", "long run from data"), ("post", "from noise"))
     for axis, (key, title) in zip(axes, panels, strict=False):
         axis.hist(arrays["data"], bins=60, range=(-4, 4), density=True, color="0.75", label="data")
-        axis.hist(arrays[key], bins=60, range=(-4, 4), density=True, histtype="step", color="C0", label=title)
+        if len(arrays[key]):  # a density of nothing is 0 / 0
+            axis.hist(arrays[key], bins=60, range=(-4, 4), density=True, histtype="step", color="C0", label=title)
         axis.set_title(f"{title}: {summary['mass_right_' + key]:.3f} right of 0")
         axis.legend(fontsize=7)
     _energy_panel(axes[3], arrays, "learned")
