@@ -1,0 +1,124 @@
+"""The experiments: every preset resolves, quick ones run to a full summary, and (long) the default ones deliver."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from daebm import METHODS, load
+from daebm.config import resolve
+from daebm.evaluation import kl_to_rings, polar_quadrature, ring_masses
+from daebm.experiments import EXPERIMENTS, digits
+from daebm.runs import run
+from daebm.training import begin
+
+SUMMARY_KEYS = {
+    "gaussian-1d": "mass_right_buffer mass_right_long_run mass_right_post mass_right_model energy_gap_nats",
+    "four-rings": "ring_mass_model alignment_error_nats off_ring_mass kl_nats kl_by_level ring_mass_long_run "
+    "on_ring_long_run ring_mass_post on_ring_post train_seconds tick_long_run tick_long_run_mala tick_post tick_global",
+    "digits": "auroc_mirrored auroc_mirrored_gaussian auroc_mirrored_kde auroc_chimera auroc_chimera_gaussian "
+    "auroc_chimera_kde sample_class_tv sample_confident real_confident nearest_train_ratio long_run_same_class "
+    "gradients_per_sample round_trips_per_chain ess_energy",
+}
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.parametrize("method", METHODS)
+def test_every_preset_can_begin(name: str, method: str) -> None:
+    """Ladder, overlap with noise, network and data fit together for every method in every preset."""
+    it = EXPERIMENTS[name]
+    for preset in it.presets:
+        config = resolve(name, it.presets, method, preset)
+        begin(config, it.dataset(config))
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_quick_run_gives_every_promised_figure(name: str, tmp_path: Path) -> None:
+    it = EXPERIMENTS[name]
+    summary = run(resolve(name, it.presets, "da", "quick"), tmp_path / "run")
+    stored = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert set(SUMMARY_KEYS[name].split()) <= set(stored)
+    assert stored["status"] == summary["status"] == "finished"
+    for file in ("config.json", "metrics.jsonl", "report.html", "figures/training.png", "checkpoint/state.safetensors"):
+        assert (tmp_path / "run" / file).stat().st_size > 0
+
+
+def test_outlier_sets_are_made_of_digits() -> None:
+    """Mirroring twice is the identity; a chimera has the top of one digit and the bottom of one of another class."""
+    images = np.arange(3 * 64, dtype=float).reshape(3, 64)
+    np.testing.assert_array_equal(digits.mirrored(digits.mirrored(images)), images)
+    mixed = digits.chimeras(images, np.array([0, 1, 1])).reshape(3, 8, 8)
+    np.testing.assert_array_equal(mixed[:, :4], images.reshape(3, 8, 8)[:, :4])
+    np.testing.assert_array_equal(mixed[1, 4:], images[0].reshape(8, 8)[4:])  # only row 0 has another class than row 1
+
+
+def test_kde_is_exact() -> None:
+    """Against the definition, in few dimensions and few points."""
+    points, reference = np.zeros((1, 2)), np.array([[0.0, 0.0], [1.0, 0.0]])
+    density = (1 + np.exp(-0.5 / 0.25)) / 2 / (2 * np.pi * 0.25)
+    np.testing.assert_allclose(digits.kde(points, reference, 0.5), np.log([density]))
+
+
+# The bars below are what each experiment promises; they were set before the runs.
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(6))
+def test_gaussian_1d_da_is_aligned_and_persistent_is_not(seed: int, tmp_path: Path) -> None:
+    it = EXPERIMENTS["gaussian-1d"]
+    da = run(resolve(it.name, it.presets, "da", "default", seed), tmp_path / "da")
+    assert abs(da["mass_right_model"] - 0.25) <= 0.02
+    assert abs(da["mass_right_post"] - 0.25) <= 0.03
+    plain = run(resolve(it.name, it.presets, "persistent", "paper", seed), tmp_path / "persistent")
+    assert abs(plain["mass_right_buffer"] - 0.25) <= 0.04
+    assert abs(plain["mass_right_long_run"] - 0.25) <= 0.04
+    assert abs(plain["energy_gap_nats"] + np.log(3)) > 1  # wrong by nats
+
+
+@pytest.mark.long
+def test_four_rings_da_meets_its_bars(tmp_path: Path) -> None:
+    it = EXPERIMENTS["four-rings"]
+    summary = run(resolve(it.name, it.presets), tmp_path / "run")
+    assert summary["alignment_error_nats"] <= 0.05
+    assert summary["off_ring_mass"] <= 0.01
+    assert summary["kl_nats"] <= 0.15
+    assert all(abs(m - 0.25) <= 0.04 for m in summary["ring_mass_post"])
+    assert all(abs(m - 0.25) <= 0.05 for m in summary["ring_mass_long_run"])
+    assert min(summary["on_ring_post"], summary["on_ring_long_run"]) >= 0.95
+    # Whoever loads the run and integrates again gets the same figures.
+    model = load(tmp_path / "run")
+    grid = polar_quadrature(lambda x: model.energy(x, 0))
+    np.testing.assert_allclose(ring_masses(grid), summary["ring_mass_model"], rtol=1e-6)
+    np.testing.assert_allclose(kl_to_rings(grid), summary["kl_nats"], rtol=1e-6)
+
+
+@pytest.mark.long
+def test_digits_da_meets_its_bars(tmp_path: Path) -> None:
+    it = EXPERIMENTS["digits"]
+    summary = run(resolve(it.name, it.presets), tmp_path / "run")
+    for kind in ("mirrored", "chimera"):
+        assert summary[f"auroc_{kind}"] > max(summary[f"auroc_{kind}_gaussian"], summary[f"auroc_{kind}_kde"])
+    assert summary["sample_class_tv"] <= 0.2
+    assert summary["sample_confident"] >= 0.6 * summary["real_confident"]
+    assert 0.8 <= summary["nearest_train_ratio"] <= 1.3
+    assert summary["long_run_same_class"] >= 0.8
+    assert summary["gradients_per_sample"] <= 2000
+
+
+@pytest.mark.long
+def test_compiled_training_follows_eager_training() -> None:
+    """Compilation may change rounding only: given the same noise, a short run ends in the same place."""
+    it = EXPERIMENTS["four-rings"]
+    from daebm.training import train
+
+    ends = []
+    for compiled in ("false", "true"):
+        overrides = {"iterations": "5", "compile": compiled, "train_size": "2000"}
+        config = resolve(it.name, it.presets, "da", "default", 0, overrides)
+        state, _ladder = train(config, it.dataset(config))
+        ends.append(state.chains.x)
+    # A rounding difference can flip an accept decision; nearly all chains must agree to float32.
+    same = torch.isclose(*ends, rtol=1e-3, atol=1e-4).all(1).float().mean()
+    assert same > 0.99
