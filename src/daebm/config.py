@@ -77,7 +77,7 @@ class Config:
     log_every: int = 50
     maximum_gap: float = 1e5  # |mean U(data) - mean U(chains)| above this counts as an explosion
     maximum_rollbacks: int = 3  # roll-backs to the last good checkpoint before giving up
-    compile: bool = False  # compile the Langevin step; needs a C++ compiler, changes rounding only
+    compile: bool = False  # compile the step in training and long runs; needs a C++ compiler, changes rounding only
 
     # Evaluation after training
     post_chains: int = 1000  # chains started from noise

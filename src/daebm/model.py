@@ -17,7 +17,7 @@ from daebm.data import Dataset
 from daebm.errors import CheckpointError, InputError
 from daebm.ladder import Ladder
 from daebm.methods import method
-from daebm.samplers.langevin import KERNELS, Info
+from daebm.samplers.langevin import KERNELS, Info, compiled
 from daebm.samplers.mgms import label_move
 from daebm.state import CHECKPOINT, STATE, TrainingState
 
@@ -105,8 +105,9 @@ class Model:
     ) -> tuple[Tensor, Info]:
         if kernel not in KERNELS:
             raise InputError(f"unknown kernel {kernel!r}: choose one of {', '.join(KERNELS)}")
+        move = compiled(kernel) if self.config.compile else KERNELS[kernel]
         with torch.no_grad():
-            return sampling.long_run(KERNELS[kernel], self.network, x, float(self.sigma[0]), steps, generator, observe)
+            return sampling.long_run(move, self.network, x, float(self.sigma[0]), steps, generator, observe)
 
     def cleaned(self, x: Tensor) -> Tensor:
         return sampling.tweedie(self.network, x, self.ladder.floor) if self.ladder.floor > 0 else x

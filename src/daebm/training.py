@@ -20,7 +20,7 @@ from daebm.data import Dataset, check_finite
 from daebm.errors import DivergenceError, InputError
 from daebm.ladder import MINIMUM_NOISE_OVERLAP, Ladder, noise_overlap
 from daebm.methods import draw_negatives, method
-from daebm.samplers.langevin import KERNELS, Kernel
+from daebm.samplers.langevin import KERNELS, Kernel, compiled
 from daebm.state import Saved, TrainingState, build_ladder, start
 
 ROLLBACK_RATE_FACTOR = 0.5  # the learning rate after a roll-back, relative to before
@@ -67,9 +67,7 @@ def train(
     else:
         saved.save(state)
     metrics_file = None if folder is None else _Metrics(folder / "metrics.jsonl", state.iteration)
-    kernel = KERNELS[config.kernel]
-    if config.compile:
-        kernel = torch.compile(kernel, dynamic=False)
+    kernel = compiled(config.kernel) if config.compile else KERNELS[config.kernel]
     clock = time.perf_counter()
 
     while state.iteration < config.iterations:

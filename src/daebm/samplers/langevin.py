@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -105,6 +106,12 @@ def _take(accept: Tensor, state: State, x: Tensor, energy: Tensor, grad: Tensor)
 
 
 KERNELS: dict[str, Kernel] = {"langevin": langevin, "mala": mala}
+
+
+@cache
+def compiled(name: str) -> Kernel:
+    """The kernel called ``name`` as one compiled graph per energy and shape: the same step up to rounding."""
+    return torch.compile(KERNELS[name], dynamic=False)
 
 
 def run(
