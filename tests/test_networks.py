@@ -18,7 +18,7 @@ def test_paper_networks_have_the_papers_size() -> None:
 
 
 def test_relu_basis_is_the_sum_of_hinges() -> None:
-    """The look-ups must equal the formula U = (x/10)^2 + theta . (x - knots)_+ + c, values and both gradients (off the knots)."""
+    """The look-ups must equal U = (x/10)^2 + theta . (x - knots)_+ + c, in value and both gradients, off the knots."""
     basis = ReluBasis(3).double()
     x = torch.linspace(-5.03, 4.97, 301, dtype=torch.float64).unsqueeze(1).requires_grad_(True)
     t = torch.arange(301) % 3

@@ -16,7 +16,8 @@ def test_python_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(0)
     for block in BLOCKS:
         exec(compile(block, "README.md", "exec"), names)
-    energies, share = names["model"].energy(torch.tensor([[-2.0, 0.0], [2.0, 0.0], [0.0, 3.0]])), capsys.readouterr().out
+    share = capsys.readouterr().out
+    energies = names["model"].energy(torch.tensor([[-2.0, 0.0], [2.0, 0.0], [0.0, 3.0]]))
     assert energies[0] < energies[1] < energies[2]
     # 500 draws from a share near .25 have a standard error of .02; a misaligned model is off by far more than .15.
     assert abs(float(share.split()[-1]) - 0.25) < 0.15

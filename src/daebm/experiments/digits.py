@@ -196,7 +196,7 @@ def kde(points: Floats, reference: Floats, bandwidth: float) -> Floats:
 
 
 def figures(summary: Summary, arrays: Arrays) -> dict[str, Figure]:
-    pictures = Figure(figsize=(9, 5.2), layout="constrained")
+    pictures = Figure(figsize=(9, 2.6), layout="constrained")
     panels = (
         ("real", "held-out digits"),
         ("samples", "samples from noise"),
@@ -205,7 +205,7 @@ def figures(summary: Summary, arrays: Arrays) -> dict[str, Figure]:
         ("mirrored", f"mirrored, AUROC {summary['auroc_mirrored']:.3f}"),
         ("chimera", f"chimeras, AUROC {summary['auroc_chimera']:.3f}"),
     )
-    for axis, (key, title) in zip(pictures.subplots(3, 2).flat, panels, strict=True):
+    for axis, (key, title) in zip(pictures.subplots(3, 2, height_ratios=(3, 1, 1)).flat, panels, strict=True):
         axis.imshow(_sheet(arrays[key]), cmap="gray_r", vmin=0, vmax=1)
         axis.set_title(title, fontsize=9)
         axis.set_axis_off()

@@ -222,10 +222,14 @@ def figures(summary: Summary, arrays: Arrays) -> dict[str, Figure]:
 
 def _energy_panel(axis: Any, arrays: Arrays, t: int) -> None:
     """Learned and true energy along x_1 = 0, each with its minimum at 0, as in the paper."""
-    line, truth, learned = arrays["line"], arrays["truth"][t], arrays["energy"][t]
+    line, truth = arrays["line"], arrays["truth"][t]
+    inside = np.abs(line) <= 4.5
+    learned = arrays["energy"][t] - arrays["energy"][t][inside].min()
     axis.plot(line, truth - truth.min(), color="0.65", linewidth=2, label="truth")
-    axis.plot(line, learned - learned.min(), color="C3", linewidth=0.9, label="learned")
-    axis.set_ylim(-1, min(60, 1.3 * float(np.quantile(learned - learned.min(), 0.98)) + 2))
+    axis.plot(line, learned, color="C3", linewidth=0.9, label="learned")
+    # High enough to show every ring of the learned energy: misaligned ones lie hundreds of nats apart.
+    rings = np.interp([-4, -3, -2, -1, 1, 2, 3, 4], line, learned)
+    axis.set_ylim(-1, max(60 if t == 0 else 1.3 * learned[inside].max(), 1.2 * float(rings.max())))
     axis.legend(fontsize=6)
 
 
