@@ -20,7 +20,6 @@ from torchebm.core import BaseModel
 from torchebm.samplers import LangevinDynamics
 
 import daebm
-from daebm.samplers import mgms
 
 SIGMA = 0.1
 
@@ -50,7 +49,6 @@ def contenders(network: nn.Module, x: torch.Tensor, steps: int) -> dict[str, Cal
     step_size = SIGMA**2 / 2  # both libraries write x - h grad U + sqrt(2 h) eps
     unadjusted = LangevinDynamics(TorchebmModel(network), step_size=step_size, noise_scale=1.0)
     exact = MALA(step_size=step_size, steps=steps)
-    compiled = torch.compile(daebm.mala, dynamic=False)
     generator = torch.Generator().manual_seed(0)
 
     def ebmkit() -> None:
@@ -58,16 +56,9 @@ def contenders(network: nn.Module, x: torch.Tensor, steps: int) -> dict[str, Cal
         for _ in range(steps):
             y = exact.step(network, y)
 
-    def ours(kernel: daebm.samplers.langevin.Kernel) -> Callable[[], object]:
-        def go() -> object:
-            with torch.no_grad():
-                return daebm.run(kernel, network, x, SIGMA, steps, generator)
-
-        return go
-
     return {
-        "daebm MALA, compiled": ours(compiled),
-        "daebm MALA, eager": ours(daebm.mala),
+        "daebm MALA, compiled": lambda: daebm.run(daebm.mala, network, x, SIGMA, steps, generator, compile=True),
+        "daebm MALA, eager": lambda: daebm.run(daebm.mala, network, x, SIGMA, steps, generator),
         "torchebm Langevin, unadjusted": lambda: unadjusted.sample(x=x, n_steps=steps),
         "ebmkit MALA": ebmkit,
     }
@@ -110,15 +101,13 @@ def transitions(network: nn.Module, x: torch.Tensor, steps: int, times: dict[str
     levels = torch.linspace(0, 1, 7)
     t = torch.zeros(len(x), dtype=torch.long)
     sigma = torch.full((7,), SIGMA)
-    kernel = torch.compile(daebm.mala, dynamic=False)
     generator = torch.Generator().manual_seed(0)
 
     def labelled(y: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
         return network(y) + levels[label]
 
     def go() -> object:
-        with torch.no_grad():
-            return mgms.transition(kernel, labelled, x, t, sigma, steps, daebm.full(6), generator)
+        return daebm.transition(daebm.mala, labelled, x, t, sigma, steps, daebm.full(6), generator, compile=True)
 
     go()
     each = statistics.median(milliseconds(go) for _ in range(5))

@@ -103,11 +103,11 @@ def inject(monkeypatch: pytest.MonkeyPatch, fault: Fault, when: int, times: int 
     """Let ``fault`` happen in iteration ``when`` (counted from 1), the first ``times`` times it is reached."""
     left = times
 
-    def step(config: Config, state: TrainingState, data: Tensor, ladder: Any, kernel: Any) -> dict[str, Any]:
+    def step(config: Config, state: TrainingState, data: Tensor, ladder: Any) -> dict[str, Any]:
         nonlocal left
 
         def take() -> dict[str, Any]:
-            return real_step(config, state, data, ladder, kernel)
+            return real_step(config, state, data, ladder)
 
         if state.iteration + 1 != when or left == 0:
             return take()

@@ -26,7 +26,6 @@ from daebm.errors import InputError
 from daebm.experiments import gaussian_1d
 from daebm.methods import METHODS, Negatives, draw_negatives
 from daebm.runs import matched_iterations
-from daebm.samplers.langevin import KERNELS
 from daebm.state import CHECKPOINT, STATE, TrainingState, build_ladder, start
 from daebm.training import learning_rate, step, train
 
@@ -107,7 +106,7 @@ def config(request: pytest.FixtureRequest) -> Config:
 
 def one_step(config: Config, state: TrainingState) -> dict[str, Any]:
     data = DATA.standardise(DATA.train)
-    return step(config, state, data, build_ladder(config, 2), KERNELS[config.kernel])
+    return step(config, state, data, build_ladder(config, 2))
 
 
 def begun(config: Config) -> TrainingState:

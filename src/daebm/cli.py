@@ -19,7 +19,6 @@ from daebm.config import Config, check_methods, resolve
 from daebm.errors import DaebmError, InputError
 from daebm.experiments import EXPERIMENTS, experiment
 from daebm.methods import METHODS
-from daebm.samplers.langevin import KERNELS
 from daebm.state import build_ladder, start
 from daebm.training import step
 
@@ -188,10 +187,10 @@ def _seconds_per_iteration(config: Config, tries: int = 3) -> float:
     data = dataset.standardise(dataset.train)
     ladder = build_ladder(config, data[0].numel())
     state = start(config, data, ladder)
-    step(config, state, data, ladder, KERNELS[config.kernel])
+    step(config, state, data, ladder)
     clock = time.perf_counter()
     for _ in range(tries):
-        step(config, state, data, ladder, KERNELS[config.kernel])
+        step(config, state, data, ladder)
     return (time.perf_counter() - clock) / tries
 
 

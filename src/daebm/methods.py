@@ -111,7 +111,7 @@ def draw_negatives(
         target = conditional(energy, ladder, t_data, partner)
         start = partner / per_chain(ladder.alpha.sqrt(), t_data + 1, partner)
         step = conditional_sigma(sigma, ladder, t_data).to(start.dtype)
-        x, info = langevin.run(kernel, target, start, step, config.steps, generator)
+        x, info = langevin.run(kernel, target, start, step, config.steps, generator, compile=config.compile)
         return Negatives(x, t_data, [TransitionInfo(t_data, info, torch.zeros_like(t_data))])
     if row.start == "data":
         slots, x, t = None, x_data, t_data
@@ -128,13 +128,16 @@ def draw_negatives(
     if row.ladder:
         move = label_move(config.label_move, ladder.top, config.block)
         for _ in range(config.bursts):
-            x, t, burst = transition(kernel, energy, x, t, sigma, config.steps, move, generator)
+            x, t, burst = transition(kernel, energy, x, t, sigma, config.steps, move, generator, config.compile)
             bursts.append(burst)
             if slots is not None:
                 chains.count_trips(slots, t, ladder.top)
     else:
         at = t
-        x, info = langevin.run(kernel, lambda y: energy(y, at), x, sigma[t].to(x.dtype), config.steps, generator)
+        step = sigma[t].to(x.dtype)
+        x, info = langevin.run(
+            kernel, lambda y: energy(y, at), x, step, config.steps, generator, compile=config.compile
+        )
         bursts.append(TransitionInfo(t, info, torch.zeros_like(t)))
     if slots is not None:
         chains.put(slots, x, t)

@@ -17,7 +17,7 @@ from daebm.data import Dataset
 from daebm.errors import CheckpointError, InputError
 from daebm.ladder import Ladder
 from daebm.methods import method
-from daebm.samplers.langevin import KERNELS, Info, compiled
+from daebm.samplers.langevin import KERNELS, Info
 from daebm.samplers.mgms import label_move
 from daebm.state import CHECKPOINT, STATE, TrainingState
 
@@ -101,13 +101,22 @@ class Model:
         return sampling.Drawn(x, start.t, (steps + 1) * count)
 
     def run_at_zero(
-        self, x: Tensor, steps: int, generator: torch.Generator, kernel: str, observe: Any = None
+        self, x: Tensor, steps: int, generator: torch.Generator, kernel: str, observe: Any = None, every: int = 1
     ) -> tuple[Tensor, Info]:
         if kernel not in KERNELS:
             raise InputError(f"unknown kernel {kernel!r}: choose one of {', '.join(KERNELS)}")
-        move = compiled(kernel) if self.config.compile else KERNELS[kernel]
         with torch.no_grad():
-            return sampling.long_run(move, self.network, x, float(self.sigma[0]), steps, generator, observe)
+            return sampling.long_run(
+                KERNELS[kernel],
+                self.network,
+                x,
+                float(self.sigma[0]),
+                steps,
+                generator,
+                observe,
+                every,
+                self.config.compile,
+            )
 
     def cleaned(self, x: Tensor) -> Tensor:
         return sampling.tweedie(self.network, x, self.ladder.floor) if self.ladder.floor > 0 else x

@@ -128,10 +128,12 @@ def long_run(
     steps: int,
     generator: torch.Generator,
     observe: Callable[[int, State], None] | None = None,
+    every: int = 1,
+    compile: bool = False,
 ) -> tuple[Tensor, Info]:
     """Langevin steps at t = 0 from given points, usually data: does the model hold them where they belong?"""
     t = torch.zeros(len(x), dtype=torch.long)
-    return langevin.run(kernel, _at(energy, t), x, sigma, steps, generator, observe)
+    return langevin.run(kernel, _at(energy, t), x, sigma, steps, generator, observe, every, compile)
 
 
 def tweedie(energy: Energy, x: Tensor, floor: float) -> Tensor:

@@ -20,7 +20,7 @@ from daebm.data import Dataset, check_finite
 from daebm.errors import DivergenceError, InputError
 from daebm.ladder import MINIMUM_NOISE_OVERLAP, Ladder, noise_overlap
 from daebm.methods import draw_negatives, method
-from daebm.samplers.langevin import KERNELS, Kernel, compiled
+from daebm.samplers.langevin import KERNELS
 from daebm.state import Saved, TrainingState, build_ladder, start
 
 ROLLBACK_RATE_FACTOR = 0.5  # the learning rate after a roll-back, relative to before
@@ -67,11 +67,10 @@ def train(
     else:
         saved.save(state)
     metrics_file = None if folder is None else _Metrics(folder / "metrics.jsonl", state.iteration)
-    kernel = compiled(config.kernel) if config.compile else KERNELS[config.kernel]
     clock = time.perf_counter()
 
     while state.iteration < config.iterations:
-        metrics = step(config, state, data, ladder, kernel)
+        metrics = step(config, state, data, ladder)
         trouble = _trouble(config, metrics)
         due = state.iteration % config.checkpoint_every == 0 or state.iteration == config.iterations
         if trouble is None and due:
@@ -115,7 +114,7 @@ def train(
     return state, ladder
 
 
-def step(config: Config, state: TrainingState, data: Tensor, ladder: Ladder, kernel: Kernel) -> dict[str, Any]:
+def step(config: Config, state: TrainingState, data: Tensor, ladder: Ladder) -> dict[str, Any]:
     """One iteration: data at random levels, chains moved, one gradient step on mean U(data) - mean U(chains)."""
     row = method(config.method)
     network, generator = state.network, state.generator
@@ -129,12 +128,12 @@ def step(config: Config, state: TrainingState, data: Tensor, ladder: Ladder, ker
 
     # Chain side (lines 5-6).
     rejecting = state.iteration >= config.reject_from
-    moving = kernel if rejecting else KERNELS["langevin"]
+    kernel = KERNELS[config.kernel if rejecting else "langevin"]
     with torch.no_grad():
         negatives = draw_negatives(
             config,
             network,
-            moving,
+            kernel,
             ladder,
             state.chains,
             state.steps.sigma,

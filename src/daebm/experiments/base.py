@@ -75,14 +75,13 @@ def long_run(trained: Trained, x: Tensor, kernel: str, title: str, every: int = 
     with progress(title, config.long_run_steps) as bar:
 
         def observe(k: int, state: State) -> None:
-            if k % every == 0:
-                energies.append(state.energy.clone())
-                bar.update(every)
+            energies.append(state.energy.clone())
+            bar.update(k - bar.n)
 
         model = trained.model
         if kernel == "mala" and config.kernel != "mala":
             model = with_pilot_step(model, x, trained.generator)
-        end, info = model.run_at_zero(x, config.long_run_steps, trained.generator, kernel, observe)
+        end, info = model.run_at_zero(x, config.long_run_steps, trained.generator, kernel, observe, every)
     return end, torch.stack(energies) if energies else torch.empty(0, len(x)), info
 
 

@@ -133,11 +133,13 @@ def transition(
     steps: int,
     move: LabelMove,
     generator: torch.Generator | None = None,
+    compile: bool = False,
 ) -> tuple[Tensor, Tensor, TransitionInfo]:
     """Algorithm 2: ``steps`` Langevin steps at the chains' levels with step sizes sigma[t], then a label move.
 
     Costs steps + 1 gradients, and the forwards of the label move.
     """
-    x, info = langevin.run(kernel, lambda y: energy(y, t), x, sigma[t].to(x.dtype), steps, generator)
+    at_level = sigma[t].to(x.dtype)
+    x, info = langevin.run(kernel, lambda y: energy(y, t), x, at_level, steps, generator, compile=compile)
     label = move(energy, x, t, generator)
     return x, label.t, TransitionInfo(t, info, label.nonfinite)
