@@ -22,6 +22,8 @@ from daebm.methods import METHODS
 from daebm.state import build_ladder, start
 from daebm.training import step
 
+Name = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="EXPERIMENT")]
+Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 Settings = Annotated[list[str], tyro.conf.UseAppendAction, tyro.conf.arg(name="set", metavar="KEY=VALUE")]
 
 
@@ -29,23 +31,23 @@ Settings = Annotated[list[str], tyro.conf.UseAppendAction, tyro.conf.arg(name="s
 class Run:
     """Train, evaluate and report an experiment into a folder."""
 
-    experiment: Annotated[str, tyro.conf.Positional]
+    experiment: Name
     """gaussian-1d, four-rings or digits (`daebm list` describes them)."""
-    method: str = "da"
+    method: Annotated[str, tyro.conf.arg(metavar="METHOD")] = "da"
     """cd, persistent, noise, hybrid, drl or da; all runs every one with the same number of gradient evaluations."""
-    preset: str = "default"
+    preset: Annotated[str, tyro.conf.arg(metavar="PRESET")] = "default"
     """quick (seconds, to try things), default (what we recommend) or paper (the paper's settings)."""
     seed: int = 0
     """Everything random follows from it."""
-    out: Path | None = None
+    out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
     """Folder for the run; runs/EXPERIMENT-METHOD-PRESET-SEED when not given."""
-    resume: bool = False
+    resume: Flag = False
     """Continue the run in that folder, bit for bit."""
-    overwrite: bool = False
+    overwrite: Flag = False
     """Delete the run in that folder and start again."""
     settings: Settings = field(default_factory=list)
     """Change one setting; repeat for more (`daebm show` lists them)."""
-    tensorboard: bool = False
+    tensorboard: Flag = False
     """Also write TensorBoard logs."""
     threads: int = 0
     """CPU threads; 0 leaves torch's choice."""
@@ -100,11 +102,11 @@ class List:
 class Show:
     """Show the resolved settings of a run and an estimate of its cost, without running it."""
 
-    experiment: Annotated[str, tyro.conf.Positional]
+    experiment: Name
     """gaussian-1d, four-rings or digits."""
-    method: str = "da"
+    method: Annotated[str, tyro.conf.arg(metavar="METHOD")] = "da"
     """cd, persistent, noise, hybrid, drl or da."""
-    preset: str = "default"
+    preset: Annotated[str, tyro.conf.arg(metavar="PRESET")] = "default"
     """quick, default or paper."""
     settings: Settings = field(default_factory=list)
     """Change one setting; repeat for more."""
@@ -131,9 +133,9 @@ class Show:
 class Report:
     """Print a table over finished runs of one experiment and write a comparison report."""
 
-    folders: Annotated[list[Path], tyro.conf.Positional]
+    folders: Annotated[list[Path], tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
     """Run folders."""
-    out: Path | None = None
+    out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
     """Folder for report.html; the table alone is printed when not given."""
 
     def __call__(self) -> None:

@@ -56,8 +56,8 @@ OURS: dict[str, Any] = LADDER | {
     "step_size": 0.5,
     "adapt_every": 20,
     "average": 0.998,
-    "post_chains": 10_000,  # about 2,500 of them end at t = 0: a share is then known to .009
-    "post_transitions": 60,
+    "post_chains": 20_000,  # about 5,000 of them end at t = 0: a share is then known to .006
+    "post_transitions": 80,
 }
 QUICK: dict[str, Any] = {
     "iterations": 100,
