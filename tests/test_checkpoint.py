@@ -70,7 +70,7 @@ def tiny_run(folder: Path | None, resume: bool = False, **changes: object) -> No
         "checkpoint_every": 2,
     }
     data = torch.randn(20, 2, generator=torch.Generator().manual_seed(0))
-    config = Config("test", "persistent", "test", **(values | changes))  # type: ignore[arg-type]
+    config = Config("test", "persistent", "test", **(values | changes))
     train(config, Dataset("test", data, data), folder, resume)
 
 

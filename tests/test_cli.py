@@ -621,7 +621,7 @@ def test_held_out_data_of_another_shape_are_refused():
 
 def test_numpy_arrays_are_taken_or_refused_in_a_sentence():
     with contextlib.suppress(InputError):
-        assert Dataset("mine", np.zeros((5, 1)), np.zeros((5, 1))).event == (1,)  # type: ignore[arg-type]
+        assert Dataset("mine", np.zeros((5, 1)), np.zeros((5, 1))).event == (1,)
 
 
 @pytest.mark.parametrize(
@@ -643,7 +643,7 @@ def test_numpy_arrays_are_taken_or_refused_in_a_sentence():
 def test_settings_of_another_type_are_refused(key: str, value: object):
     """In a script as on the command line, before they can do harm far from where they were written."""
     with pytest.raises(InputError, match=key):
-        Config("mine", "persistent", "none", **{key: value})  # type: ignore[arg-type]
+        Config("mine", "persistent", "none", **{key: value})
 
 
 def test_every_error_on_purpose_is_caught_by_the_command_line():

@@ -123,7 +123,7 @@ def test_a_read_only_array_will_do(model: Model, recwarn: pytest.WarningsRecorde
 
 def test_a_nested_list_will_do(model: Model):
     x = [[3.0, 2.0], [1.0, 0.0]]
-    assert model.energy(x) == pytest.approx(model.energy(np.array(x)))  # type: ignore[type-var]
+    assert model.energy(x) == pytest.approx(model.energy(np.array(x)))
 
 
 def test_units_are_those_of_the_data():

@@ -448,7 +448,7 @@ class Levelled(Plain):
         super().__init__(event, dtype)
         self.scale = nn.Parameter(torch.linspace(0.5, 2, TOP + 1, dtype=dtype))
 
-    def forward(self, x: Tensor, t: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
         return self.scale[t] * super().forward(x)
 
 

@@ -71,7 +71,8 @@ def read(folder: Path, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             # Cloned, as safetensors maps the file: a state must not change with it.
-            tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118 (not a dict)
+            names = file.keys()
+            tensors = {name: file.get_tensor(name).clone() for name in names}
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{path} is truncated or damaged ({error}): restore a copy or start over") from error
     if "daebm" not in metadata:

@@ -89,7 +89,11 @@ def with_pilot_step(model: Model, x: Tensor, generator: torch.Generator) -> Mode
     """The model with the step of level 0 adapted to acceptance .6-.8 from x, which itself stays where it is."""
     steps = StepSizes.start(model.sigma[:1], (1e-6, 3.0), 1)
     level = torch.zeros(len(x), dtype=torch.long)
-    energy = lambda y: model.network(y, level)  # noqa: E731
+
+    def energy(y: Tensor) -> Tensor:
+        u: Tensor = model.network(y, level)
+        return u
+
     with torch.no_grad():
         state = init(energy, x)
         for k in range(1, 1001):

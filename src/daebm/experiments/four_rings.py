@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -120,13 +120,18 @@ def dataset(config: Config) -> Dataset:
 def evaluate(trained: Trained) -> tuple[Summary, Arrays]:
     """Quadrature of exp(-U) at every level against the exact diffused truth; long runs; samples from noise."""
     model, config, ladder = trained.model, trained.config, trained.model.ladder
-    grid = polar_quadrature(lambda x: model.energy(x, 0))
+
+    def at(t: int) -> Callable[[Any], Any]:
+        return lambda x: model.energy(x, t)
+
+    grid = polar_quadrature(at(0))
+    # Levels above 0 are wide and smooth: a coarser grid over a larger disc.
+    grids = [grid, *(polar_quadrature(at(t), limit=12.0, step=0.004) for t in range(1, ladder.levels))]
+    kl_by_level = [
+        kl_to_rings(g, float(a), float(v), model.scale)
+        for g, a, v in zip(grids, ladder.abar, ladder.variance, strict=True)
+    ]
     masses = ring_masses(grid)
-    kl_by_level = [kl_to_rings(grid, float(ladder.abar[0]), float(ladder.variance[0]), model.scale)]
-    for t in range(1, ladder.levels):
-        # Level t is wide and smooth: a coarser grid over a larger disc.
-        level = polar_quadrature(lambda x, t=t: model.energy(x, t), limit=12.0, step=0.004)  # type: ignore[misc]
-        kl_by_level.append(kl_to_rings(level, float(ladder.abar[t]), float(ladder.variance[t]), model.scale))
     floor = max(min(masses), 1e-300)
     summary: Summary = {
         "ring_mass_model": masses,
