@@ -75,7 +75,7 @@ class Config:
     # Guard and bookkeeping
     checkpoint_every: int = 500
     log_every: int = 50
-    maximum_gap: float = 1e5  # |mean U(data) - mean U(chains)| above this counts as an explosion
+    maximum_gap: float = 1e5  # |mean U(data) - mean U(chains)|, or a loss, above this is an explosion
     maximum_rollbacks: int = 3  # roll-backs to the last good checkpoint before giving up
     compile: bool = False  # compile the step in training and long runs; needs a C++ compiler, changes rounding only
 

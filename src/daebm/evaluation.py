@@ -117,11 +117,15 @@ def effective_sample_size(series: Floats) -> float:
     centred = series - series.mean()
     size = 1 << (2 * length - 1).bit_length()
     spectrum = np.abs(np.fft.rfft(centred, n=size, axis=0)) ** 2
-    covariance = np.fft.irfft(spectrum, n=size, axis=0)[:length].mean(1) / np.arange(length, 0, -1)
+    # Divided by the length, not by the number of terms: late lags have few terms, and their noise must not count.
+    covariance = np.fft.irfft(spectrum, n=size, axis=0)[:length].mean(1) / length
     rho = covariance / covariance[0]
     pairs = rho[: length // 2 * 2].reshape(-1, 2).sum(1)
     positive = int(np.argmax(pairs <= 0)) if (pairs <= 0).any() else len(pairs)
-    return float(length * chains / max(2 * pairs[:positive].sum() - 1, 1 / length))
+    monotone = np.minimum.accumulate(pairs[:positive])
+    draws = length * chains
+    # Antithetic chains may beat independent draws, but not without bound: at most N log10 N.
+    return float(draws / max(2 * monotone.sum() - 1, 1 / max(math.log10(draws), 1)))
 
 
 def nearest_distance(points: Floats, reference: Floats) -> Floats:

@@ -69,8 +69,9 @@ class Model:
     def sample(self, count: int, seed: int = 0, visits: int = 1, clean: bool = True) -> np.ndarray[Any, Any]:
         """``count`` samples at t = 0, started from noise, shape (count, ...).
 
-        With levels: Algorithm 3 with stopping rule M = ``visits``. A plain EBM runs the Langevin steps its method
-        uses. ``clean`` removes the noise floor by Tweedie's formula, where there is one.
+        With levels: Algorithm 3 with stopping rule M = ``visits``. The first visit is a hitting time, so M = 1 is not
+        an exact draw from exp(-U(x, 0)); larger M, or `draw` with ``transitions``, come closer at a price. A plain EBM
+        runs the Langevin steps its method uses. ``clean`` removes the noise floor by Tweedie's formula.
         """
         drawn = self.draw(count, torch.Generator().manual_seed(seed), visits)
         return self.to_data(self.cleaned(drawn.x) if clean else drawn.x).numpy()
@@ -87,18 +88,34 @@ class Model:
         move = label_move(config.label_move, self.ladder.top, config.block)
         return sampling.Sampler(KERNELS[config.kernel], self.network, self.ladder, self.sigma, config.steps, move)
 
-    def draw(self, count: int, generator: torch.Generator, visits: int = 1) -> sampling.Drawn:
-        """Samples from noise by the method's own way."""
+    def draw(
+        self,
+        count: int,
+        generator: torch.Generator,
+        visits: int = 1,
+        transitions: int | None = None,
+        annealed_steps: int = 0,
+    ) -> sampling.Drawn:
+        """Samples from noise by the method's own way.
+
+        With MGMS: Algorithm 3 with M = ``visits`` or, given ``transitions``, those of ``count`` chains that are at
+        t = 0 after so many; ``annealed_steps`` at every level on the way down make a quicker start for either.
+        """
         row, sampler = method(self.config.method), self.sampler()
         start = sampling.from_noise(sampler, self.event, count, generator)
         with torch.no_grad():
-            if row.name == "da":
-                return sampling.until_visits(sampler, start, visits, generator)
             if row.name == "drl":
                 return sampling.recovery(sampler, start, generator)
-            steps = row.post_steps * self.config.steps
-            x, _info = self.run_at_zero(start.x, steps, generator, self.config.kernel)
-        return sampling.Drawn(x, start.t, (steps + 1) * count)
+            if not row.ladder:
+                steps = row.post_steps * self.config.steps
+                x, _info = self.run_at_zero(start.x, steps, generator, self.config.kernel)
+                return sampling.Drawn(x, start.t, (steps + 1) * count)
+            if annealed_steps:
+                start = sampling.annealed(sampler, start, annealed_steps, generator)
+            if transitions is None:
+                return sampling.until_visits(sampler, start, visits, generator)
+            x, t, gradients = sampling.transitions(sampler, start, transitions, generator)
+            return sampling.Drawn(x[t == 0], t[t == 0], gradients)
 
     def run_at_zero(
         self, x: Tensor, steps: int, generator: torch.Generator, kernel: str, observe: Any = None, every: int = 1

@@ -24,6 +24,7 @@ from daebm.samplers.langevin import KERNELS
 from daebm.state import Saved, TrainingState, build_ladder, start
 
 WEIGHT_LIMIT = 1e6  # networks here have weights of order 1; a float32 energy beyond this has lost its last nat
+OVERLAP_SEED = 30_000_001  # a stream of its own: a check must not share noise with the chains
 ROLLBACK_RATE_FACTOR = 0.5  # the learning rate after a roll-back, relative to before
 
 
@@ -85,7 +86,7 @@ def train(
                 raise DivergenceError(
                     f"training diverged at iteration {failed} ({trouble}) after {rollbacks} roll-backs: "
                     f"lower learning_rate (now {config.learning_rate:g}) or raise energy_penalty; "
-                    "the last good checkpoint is kept"
+                    "the last good checkpoint is kept, --overwrite starts again"
                 )
             saved.load(state)
             state.rollbacks, state.seconds = rollbacks + 1, seconds
@@ -196,7 +197,7 @@ def _check_overlap(config: Config, ladder: Ladder, data: Tensor) -> None:
     """Chains that start as noise at level T must be able to leave it."""
     if not method(config.method).ladder:
         return
-    overlap = noise_overlap(ladder, data, torch.Generator().manual_seed(config.seed))
+    overlap = noise_overlap(ladder, data, torch.Generator().manual_seed(config.seed + OVERLAP_SEED))
     if overlap < MINIMUM_NOISE_OVERLAP:
         raise InputError(
             f"level T of the ladder overlaps the starting noise N(0, I) by only {overlap:.2g} (at least "
@@ -208,8 +209,9 @@ def _trouble(config: Config, metrics: dict[str, Any]) -> str | None:
     for name in ("loss", "gap", "grad_norm"):
         if not math.isfinite(metrics[name]):
             return f"{name} is {metrics[name]}"
-    if abs(metrics["gap"]) > config.maximum_gap:
-        return f"the energy gap is {metrics['gap']:.3g}, beyond maximum_gap={config.maximum_gap:g}"
+    for name, title in (("gap", "energy gap"), ("loss", "loss")):
+        if abs(metrics[name]) > config.maximum_gap:
+            return f"the {title} is {metrics[name]:.3g}, beyond maximum_gap={config.maximum_gap:g}"
     return None
 
 

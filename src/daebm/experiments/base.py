@@ -18,7 +18,7 @@ from daebm.config import Config, PresetTable
 from daebm.data import Dataset
 from daebm.model import Model
 from daebm.samplers.adapt import StepSizes
-from daebm.samplers.langevin import KERNELS, State, init
+from daebm.samplers.langevin import KERNELS, State, init, log_uniform
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 Summary = dict[str, Any]
@@ -98,7 +98,7 @@ def with_pilot_step(model: Model, x: Tensor, generator: torch.Generator) -> Mode
         state = init(energy, x)
         for k in range(1, 1001):
             eps = torch.randn(x.shape, generator=generator)
-            log_u = torch.rand(len(x), generator=generator).log()
+            log_u = log_uniform(len(x), x, generator)
             state, info = KERNELS["mala"](energy, state, steps.sigma.float().expand(len(x)), eps, log_u)
             steps.record(level, info.accept_prob)
             if k % 20 == 0:

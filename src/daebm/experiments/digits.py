@@ -263,6 +263,7 @@ EXPERIMENT = Experiment(
         Column("nearest_train_ratio", "nearest training digit, ratio", "1"),
         Column("long_run_same_class", "long run, same class", "1"),
         Column("gradients_per_sample", "gradients a sample"),
+        Column("ess_energy", "effective draws of U in the long run"),
         Column("round_trips_per_chain", "label round trips a chain"),
         Column("train_seconds", "training, s"),
     ),

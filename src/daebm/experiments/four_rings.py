@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 
-from daebm import data, sampling
+from daebm import data
 from daebm.config import Config, PresetTable
 from daebm.data import Dataset, draw_rings
 from daebm.evaluation import (
@@ -113,7 +113,7 @@ PRESETS: PresetTable = {
 
 
 def dataset(config: Config) -> Dataset:
-    generator = torch.Generator().manual_seed(config.seed)
+    generator = torch.Generator().manual_seed(config.seed + data.DATA_SEED)
     return data.four_rings(generator, config.train_size or 50_000, config.standardise)
 
 
@@ -149,25 +149,14 @@ def evaluate(trained: Trained) -> tuple[Summary, Arrays]:
         summary["ring_mass_long_run" + suffix], summary["on_ring_long_run" + suffix] = ring_shares(points)
         summary["long_run_refused" + suffix] = int(info.nonfinite.sum())
         arrays["long_run" + suffix] = points
-    post, drawn = _post(trained)
+    drawn = model.draw(config.post_chains, trained.generator, transitions=config.post_transitions)
+    post = model.to_data(drawn.x).numpy()
     summary["ring_mass_post"], summary["on_ring_post"] = ring_shares(post)
     summary["post_samples"] = len(post)
     summary["gradients_per_sample"] = drawn.gradients / max(len(post), 1)
     summary |= ticks(summary)
     arrays |= {"post": post} | _curves(trained)
     return summary, arrays
-
-
-def _post(trained: Trained) -> tuple[np.ndarray[Any, Any], sampling.Drawn]:
-    model, config, generator = trained.model, trained.config, trained.generator
-    if config.method == "da":
-        sampler = model.sampler()
-        start = sampling.from_noise(sampler, model.event, config.post_chains, generator)
-        drawn = sampling.transitions(sampler, start, config.post_transitions, generator)
-    else:
-        drawn = model.draw(config.post_chains, generator)
-    kept = drawn.x[drawn.t == 0] if config.method == "da" else drawn.x
-    return model.to_data(kept).numpy(), drawn
 
 
 def ticks(summary: Summary) -> Summary:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 
-from daebm import data, sampling
+from daebm import data
 from daebm.config import Config, PresetTable
 from daebm.data import GAUSSIAN_1D_TRUTH, Dataset
 from daebm.evaluation import line_quadrature
@@ -74,7 +74,9 @@ PRESETS: PresetTable = {
 
 
 def dataset(config: Config) -> Dataset:
-    return data.gaussian_1d(torch.Generator().manual_seed(config.seed), config.train_size or 1000, config.standardise)
+    return data.gaussian_1d(
+        torch.Generator().manual_seed(config.seed + data.DATA_SEED), config.train_size or 1000, config.standardise
+    )
 
 
 def evaluate(trained: Trained) -> tuple[Summary, Arrays]:
@@ -108,15 +110,10 @@ def evaluate(trained: Trained) -> tuple[Summary, Arrays]:
 
 
 def _post(trained: Trained) -> torch.Tensor:
-    """Samples from N(0, 1): as many MALA steps as the long run for plain EBMs, else the method's own way."""
+    """Samples from N(0, 1): as many MALA steps as the long run for plain EBMs, as in the paper."""
     model, config, generator = trained.model, trained.config, trained.generator
-    if config.method == "da":
-        sampler = model.sampler()
-        start = sampling.from_noise(sampler, model.event, config.post_chains, generator)
-        drawn = sampling.transitions(sampler, start, config.post_transitions, generator)
-        return drawn.x[drawn.t == 0]
-    if config.method == "drl":
-        return model.draw(config.post_chains, generator).x
+    if METHODS[config.method].ladder:
+        return model.draw(config.post_chains, generator, transitions=config.post_transitions).x
     noise = torch.randn(config.post_chains, 1, generator=generator)
     return model.run_at_zero(noise, config.long_run_steps, generator, config.kernel)[0]
 

@@ -7,7 +7,6 @@ is an argument: given the same eps and log u, a step is a function.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
@@ -105,6 +104,14 @@ def _take(accept: Tensor, state: State, x: Tensor, energy: Tensor, grad: Tensor)
     )
 
 
+def log_uniform(n: int, like: Tensor, generator: torch.Generator | None) -> Tensor:
+    """log u for u uniform on (0, 1), shape (n,), as minus an exponential.
+
+    Never -inf: a float32 uniform is exactly 0 once in 2^24 draws, and log 0 would accept any proposal whatever.
+    """
+    return -torch.empty(n, dtype=like.dtype, device=like.device).exponential_(generator=generator)
+
+
 KERNELS: dict[str, Kernel] = {"langevin": langevin, "mala": mala}
 UNROLL = 4  # compiled steps per call: a quarter of the call overhead, and a compilation of seconds, not minutes
 
@@ -142,10 +149,13 @@ def run(
     """
     if steps < 1:
         raise InputError(f"steps must be at least 1, got {steps}")
-    if isinstance(sigma, float) and not (math.isfinite(sigma) and sigma > 0):
-        raise InputError(f"sigma must be a positive number, got {sigma}")
-    sigma = torch.as_tensor(sigma, dtype=x.dtype, device=x.device).expand(len(x))
     state = init(energy, x)
+    sigma = torch.as_tensor(sigma, dtype=x.dtype, device=x.device)
+    if sigma.shape not in ((), (1,), (len(x),)):
+        raise InputError(f"sigma must be one number or one for each of {len(x)} chains, got {tuple(sigma.shape)}")
+    if not bool((torch.isfinite(sigma) & (sigma > 0)).all()):
+        raise InputError(f"sigma must be positive, got {sigma[~(sigma > 0)][0] if sigma.ndim else sigma:g}")
+    sigma = sigma.expand(len(x))
     total = Info(torch.zeros_like(state.energy), torch.zeros_like(state.energy))
     advance = _compiled_advance() if compile else _advance
     done = 0
@@ -154,7 +164,7 @@ def run(
         noise = [
             (
                 torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device),
-                torch.rand(len(x), generator=generator, dtype=x.dtype, device=x.device).log(),
+                log_uniform(len(x), x, generator),
             )
             for _ in range(count)
         ]

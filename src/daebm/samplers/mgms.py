@@ -95,7 +95,7 @@ def local(top: int) -> LabelMove:
         inside = (proposal >= 0) & (proposal <= top)
         pair = torch.stack([t, proposal.clamp(0, top)], dim=1)
         u = label_energies(energy, x, pair)
-        log_u = torch.rand(len(t), generator=generator, dtype=u.dtype, device=u.device).log()
+        log_u = langevin.log_uniform(len(t), u, generator)
         log_r = u[:, 0] - u[:, 1]
         accept = inside & torch.isfinite(log_r) & (log_u < log_r)
         return LabelInfo(torch.where(accept, proposal, t), (~torch.isfinite(u)).sum(1))
@@ -106,7 +106,7 @@ def local(top: int) -> LabelMove:
 def label_move(name: str, top: int, size: int) -> LabelMove:
     """The label move called ``full``, ``block`` (of ``size`` labels) or ``local``."""
     if name == "block" and size > top:
-        name = "full"  # one block holds every label: the global jump is the same move without wasted forwards
+        name = "full"  # a global jump contains every block and costs no more
     if name == "full":
         return full(top)
     if name == "block":
@@ -139,6 +139,11 @@ def transition(
 
     Costs steps + 1 gradients, and the forwards of the label move.
     """
+    if sigma.ndim != 1 or int(t.min()) < 0 or int(t.max()) >= len(sigma):
+        raise InputError(
+            f"sigma must hold a step size per level, and t lie among them: got sigma of shape {tuple(sigma.shape)} "
+            f"and t in {int(t.min())}..{int(t.max())}"
+        )
     at_level = sigma[t].to(x.dtype)
     x, info = langevin.run(kernel, lambda y: energy(y, t), x, at_level, steps, generator, compile=compile)
     label = move(energy, x, t, generator)
