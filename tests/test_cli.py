@@ -376,7 +376,7 @@ def test_overwrite_starts_again(cli: Cli, finished: Path):
 
 
 @pytest.mark.parametrize("content", ['{"name": "my web page"}', "[]", "not JSON", ""])
-@pytest.mark.parametrize("flag", ["--overwrite", "--resume", "--no-resume"])
+@pytest.mark.parametrize("flag", ["--overwrite", "--resume", "--threads=1"])
 def test_a_config_json_of_something_else_is_no_run(cli: Cli, tmp_path: Path, content: str, flag: str):
     """Half of the world's programs have a config.json: --overwrite must not delete their folder."""
     folder = tmp_path / "project"

@@ -23,7 +23,7 @@ FORMAT = 1
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replace ``path`` by ``content`` in one step that survives a crash."""
+    """Replace ``path`` by ``content`` in one step: whoever is killed in between leaves the old content."""
     temporary = path.with_name(path.name + ".partial")
     try:
         with open(temporary, "wb") as file:

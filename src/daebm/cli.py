@@ -16,11 +16,10 @@ import tyro
 
 from daebm import report, runs
 from daebm.config import Config, check_methods, resolve
-from daebm.errors import DaebmError, InputError
+from daebm.errors import DaebmError, DivergenceError, InputError
 from daebm.experiments import EXPERIMENTS, experiment
 from daebm.methods import METHODS
-from daebm.state import build_ladder, start
-from daebm.training import step
+from daebm.training import begin, step
 
 Name = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="EXPERIMENT")]
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
@@ -72,8 +71,14 @@ class Run:
         finished = {}
         for name, config in configs.items():
             print(f"{name}: {METHODS[name].title}")
-            self._one(config, out / name)
+            try:
+                self._one(config, out / name)
+            except DivergenceError as error:  # a result too: the comparison goes on without this row
+                print(f"{name}: {error}", file=sys.stderr)
+                continue
             finished[METHODS[name].title] = runs.load_finished(out / name)
+        if not finished:
+            raise DivergenceError("every method diverged: nothing to compare")
         report.write_comparison(out, finished)
         print(f"comparison: {out / 'report.html'}")
 
@@ -125,7 +130,8 @@ class Show:
         long_run = config.long_run_chains * config.long_run_steps
         print(
             f"Cost: {config.iterations:,} iterations, {gradients:.3g} energy gradients in training "
-            f"(about {seconds:,.0f} s here, {torch.get_num_threads()} threads), {long_run:.3g} in a long run."
+            f"(about {seconds:,.0f} s here, {torch.get_num_threads()} threads); evaluation comes on top, with "
+            f"{long_run:.3g} in a long run."
         )
 
 
@@ -185,10 +191,7 @@ def _set_threads(threads: int) -> None:
 
 def _seconds_per_iteration(config: Config, tries: int = 3) -> float:
     """Time a few iterations after a first one."""
-    dataset = experiment(config.experiment).dataset(config)
-    data = dataset.standardise(dataset.train)
-    ladder = build_ladder(config, data[0].numel())
-    state = start(config, data, ladder)
+    data, ladder, state = begin(config, experiment(config.experiment).dataset(config))
     step(config, state, data, ladder)
     clock = time.perf_counter()
     for _ in range(tries):

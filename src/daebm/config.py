@@ -58,7 +58,7 @@ class Config:
     average: float = 0.0  # decay of the exponential weight average that the final model uses; 0 is off
 
     # Chains
-    kernel: str = "mala"
+    kernel: str = ""  # mala or langevin; empty takes the method's own
     steps: int = 10  # L, Langevin steps per burst
     bursts: int = 1  # bursts per iteration, each followed by a label move (methods with levels)
     label_move: str = "full"  # full, block or local
@@ -88,6 +88,8 @@ class Config:
     def __post_init__(self) -> None:
         _check_types(self)
         row = method(self.method)
+        if not self.kernel:
+            object.__setattr__(self, "kernel", row.kernel)
         for name in (
             "iterations",
             "batch",
@@ -213,11 +215,10 @@ def resolve(
     overrides: dict[str, str] | None = None,
 ) -> Config:
     """Defaults, then the preset's settings for all methods, then those for this one, then the overrides."""
-    row = method(method_name)
+    method(method_name)
     if preset not in presets:
         raise InputError(f"unknown preset {preset!r} of {experiment}: choose one of {', '.join(presets)}")
-    values: dict[str, Any] = {"kernel": row.kernel}
-    values |= presets[preset].get("all", {}) | presets[preset].get(method_name, {})
+    values: dict[str, Any] = presets[preset].get("all", {}) | presets[preset].get(method_name, {})
     values |= {key: _parse(key, text) for key, text in (overrides or {}).items()}
     return Config(experiment=experiment, method=method_name, preset=preset, seed=seed, **values)
 

@@ -54,6 +54,11 @@ class Dataset:
                 f"{tuple(self.train.shape[1:])} and {tuple(self.held_out.shape[1:])}"
             )
 
+    @classmethod
+    def standardised(cls, name: str, train: Tensor, held_out: Tensor) -> Dataset:
+        """Data with the shift and scale that give ``train`` mean 0 and sd 1 over all its numbers."""
+        return cls(name, train, held_out, float(train.double().mean()), float(train.double().std()))
+
     @property
     def event(self) -> tuple[int, ...]:
         return tuple(self.train.shape[1:])

@@ -1,6 +1,6 @@
 """The six training methods as rows of one table: they differ in where chains start, how they move, and on what.
 
-| method     | each iteration's chains start from     | they move on                | kernel in the toys |
+| method     | each iteration's chains start from     | they move on                | own kernel         |
 |------------|----------------------------------------|-----------------------------|--------------------|
 | cd         | the data batch                         | U(x)                        | langevin           |
 | persistent | where they were left                   | U(x)                        | langevin           |

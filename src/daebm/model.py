@@ -180,8 +180,11 @@ class Model:
         return result.numpy().astype(kind if kind.kind == "f" else np.float32)
 
 
-def load(folder: str | Path) -> Model:
-    """The model in a run folder (its latest checkpoint, averaged weights if it has them) or in a model folder."""
+def load(folder: str | Path, network: nn.Module | None = None) -> Model:
+    """The model in a run folder (its latest checkpoint, averaged weights if it has them) or in a model folder.
+
+    A model that was trained on a network of your own needs that network again, to put the weights into.
+    """
     folder = Path(folder)
     if checkpoint.exists(folder / CHECKPOINT, STATE):
         tensors, facts = checkpoint.read(folder / CHECKPOINT, STATE)
@@ -196,8 +199,14 @@ def load(folder: str | Path) -> Model:
     event = tuple(facts["data"]["event"])
     # Buffers that were taken from the data come with the weights; two made-up points give them their shapes.
     with torch.random.fork_rng(devices=[]):
-        network = networks.build(config, torch.zeros(2, *event), ladder)
+        network = network if network is not None else networks.build(config, torch.zeros(2, *event), ladder)
     weights = {k.removeprefix("network."): v for k, v in tensors.items() if k.startswith("network.")}
     weights |= {k.removeprefix("average."): v for k, v in tensors.items() if k.startswith("average.")}
-    network.load_state_dict(weights)
+    try:
+        network.load_state_dict(weights)
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"the weights in {folder} do not fit network {config.network!r}: for a network of your own call "
+            "load(folder, network)"
+        ) from error
     return Model(config, network, ladder, sigma, event, facts["data"]["shift"], facts["data"]["scale"])

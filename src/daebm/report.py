@@ -6,6 +6,7 @@ import base64
 import html
 import io
 import json
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -102,8 +103,8 @@ def _line(column: Column, value: str, width: int) -> str:
 
 def show(value: Any) -> str:
     """A figure as people read it."""
-    if value is None:
-        return "not finite"
+    if value is None or (isinstance(value, float) and math.isnan(value)):  # not measured
+        return "–"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):

@@ -63,7 +63,8 @@ def run(
     }
     checkpoint.write_atomically(folder / SAMPLES, save(arrays))
     report.write_run(folder, config, summary, arrays)
-    checkpoint.write_json(folder / SUMMARY, _json(summary))  # last: it says that everything is there
+    summary = _json(summary)
+    checkpoint.write_json(folder / SUMMARY, summary)  # last: it says that everything is there
     return summary
 
 

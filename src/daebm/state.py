@@ -68,13 +68,13 @@ def initial_sigma(config: Config, ladder: Ladder) -> Tensor:
     return config.step_size * torch.where(sd > 0, sd, sd[1])
 
 
-def start(config: Config, data: Tensor, ladder: Ladder) -> TrainingState:
-    """The state before the first iteration, from the seed alone. ``data`` is standardised."""
+def start(config: Config, data: Tensor, ladder: Ladder, network: nn.Module | None = None) -> TrainingState:
+    """The state before the first iteration, from the seed alone (and the network, if given). Data standardised."""
     generator = torch.Generator().manual_seed(config.seed)
     event = tuple(data.shape[1:])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(torch.randint(2**62, (1,), generator=generator)))
-        network = networks.build(config, data, ladder)
+        network = network if network is not None else networks.build(config, data, ladder)
     if config.start == "data":
         chains = Chains.from_data(config.store, data, ladder, generator)
     else:

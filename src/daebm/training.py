@@ -37,7 +37,7 @@ def learning_rate(config: Config, iteration: int) -> float:
     return rate * min(1.0, (1 - share) / max(1 - config.decay_start, 1e-12))
 
 
-def begin(config: Config, dataset: Dataset) -> tuple[Tensor, Ladder, TrainingState]:
+def begin(config: Config, dataset: Dataset, network: nn.Module | None = None) -> tuple[Tensor, Ladder, TrainingState]:
     """Standardised data, the ladder and the state before the first iteration; refuses what cannot be trained."""
     data = dataset.standardise(dataset.train)
     check_finite(f"the training data of {dataset.name}", data)
@@ -47,7 +47,7 @@ def begin(config: Config, dataset: Dataset) -> tuple[Tensor, Ladder, TrainingSta
     _check_overlap(config, ladder, data)
     if config.compile and shutil.which(os.environ.get("CXX", "g++")) is None:
         raise InputError("compile=true needs a C++ compiler and none was found: install g++ or leave compile out")
-    return data, ladder, start(config, data, ladder)
+    return data, ladder, start(config, data, ladder, network)
 
 
 def train(
@@ -56,13 +56,16 @@ def train(
     folder: Path | None = None,
     resume: bool = False,
     report: Callable[[dict[str, Any]], None] = lambda metrics: None,
+    network: nn.Module | None = None,
 ) -> tuple[TrainingState, Ladder]:
     """Train to the end of the budget; ``report`` gets the metrics every ``log_every`` iterations.
+
+    ``network`` is an energy U(x, t) of your own on standardised x, in place of the one the config names.
 
     With a folder, checkpoints go to ``folder/checkpoint`` and metrics to ``folder/metrics.jsonl``, and ``resume``
     continues from there bit for bit. Without one the guard rolls back to a copy in memory.
     """
-    data, ladder, state = begin(config, dataset)
+    data, ladder, state = begin(config, dataset, network)
     saved = Saved(config, dataset, ladder, folder)
     if resume and saved.exists:
         saved.load(state)
@@ -201,7 +204,8 @@ def _check_overlap(config: Config, ladder: Ladder, data: Tensor) -> None:
     if overlap < MINIMUM_NOISE_OVERLAP:
         raise InputError(
             f"level T of the ladder overlaps the starting noise N(0, I) by only {overlap:.2g} (at least "
-            f"{MINIMUM_NOISE_OVERLAP} is needed): raise last_variance (now {config.last_variance:g})"
+            f"{MINIMUM_NOISE_OVERLAP} is needed): standardise the data (mean {float(data.mean()):.3g} and sd "
+            f"{float(data.std()):.3g} now; 0 and 1 are meant), or add noise to the last level"
         )
 
 
