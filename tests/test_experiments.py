@@ -8,11 +8,24 @@ import numpy as np
 import pytest
 import torch
 
-from daebm import METHODS, LabelledLadder, Skewed, full, load, mala, transition
+from daebm import (
+    METHODS,
+    CheckpointError,
+    Config,
+    Dataset,
+    LabelledLadder,
+    Skewed,
+    full,
+    load,
+    mala,
+    train,
+    transition,
+)
 from daebm.config import resolve
 from daebm.evaluation import kl_to_rings, polar_quadrature, ring_masses
 from daebm.experiments import EXPERIMENTS, digits
 from daebm.runs import run
+from daebm.samplers.langevin import log_uniform
 from daebm.training import begin
 
 SUMMARY_KEYS = {
@@ -121,3 +134,45 @@ def test_compiled_steps_are_the_eager_steps() -> None:
     torch.testing.assert_close(x_a, x_b)  # float64: a rounding error does not flip an accept decision in practice
     torch.testing.assert_close(info_a.steps.accept_prob, info_b.steps.accept_prob)
     assert torch.equal(t_a, t_b)
+
+
+def test_data_and_chains_do_not_share_noise() -> None:
+    """Two generators of one seed would be one stream, and the store's first noise a copy of the data's."""
+    it = EXPERIMENTS["gaussian-1d"]
+    config = resolve(it.name, it.presets, "persistent", "paper")
+    data, _ladder, state = begin(config, it.dataset(config))
+    noise = (data - data.sign() * 2).squeeze(1)
+    chains = state.chains.x.squeeze(1)
+    for lag in range(9):
+        # 1,000 independent pairs: a correlation has sd .032, so .16 is 5 sigma.
+        pair = torch.stack([noise[: 1000 - lag], chains[lag:]])
+        assert abs(float(torch.corrcoef(pair)[0, 1])) < 0.16
+
+
+def test_log_uniform_is_never_minus_infinity() -> None:
+    """A float32 uniform is 0 once in 2^24 draws; 2^26 of ours hold none. Mean and sd of log u are -1 and 1."""
+    draws = log_uniform(2**26, torch.zeros(1), torch.Generator().manual_seed(0))
+    assert torch.isfinite(draws).all()
+    assert abs(float(draws.double().mean()) + 1) < 5 / 2**13
+
+
+def test_a_network_of_your_own_can_be_trained_and_loaded(tmp_path: Path) -> None:
+    class Quadratic(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.centre = torch.nn.Parameter(torch.zeros(2))
+
+        def forward(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+            return (x - self.centre).square().sum(1) / 2
+
+    x = torch.randn(300, 2, generator=torch.Generator().manual_seed(0)) + 3
+    data = Dataset("own", x, x, shift=2.5)
+    config = Config(
+        method="persistent", kernel="mala", step_size=1.0, iterations=100, batch=100, store=200, learning_rate=0.05
+    )
+    train(config, data, tmp_path, network=Quadratic())
+    model = load(tmp_path, Quadratic())
+    # The energy of data with mean 3 is lowest there; the standard error of that mean is .06.
+    assert float(model.network.centre.mean()) + 2.5 == pytest.approx(3, abs=0.3)
+    with pytest.raises(CheckpointError, match="network of your own"):
+        load(tmp_path)

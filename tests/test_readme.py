@@ -30,3 +30,8 @@ def test_first_example_is_short() -> None:
 def test_pictures_and_pages_exist() -> None:
     for target in re.findall(r"\]\(([^)]+)\)", README):
         assert (Path(__file__).parent.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", sorted(Path(__file__).parent.parent.glob("**/*.md")), ids=lambda p: p.name)
+def test_no_page_has_an_unfilled_place(page: Path) -> None:
+    assert ".venv" in page.parts or "@@" not in page.read_text()
