@@ -105,11 +105,12 @@ def _take(accept: Tensor, state: State, x: Tensor, energy: Tensor, grad: Tensor)
 
 
 def log_uniform(n: int, like: Tensor, generator: torch.Generator | None) -> Tensor:
-    """log u for u uniform on (0, 1), shape (n,), as minus an exponential.
+    """log u for u uniform on (0, 1], shape (n,).
 
-    Never -inf: a float32 uniform is exactly 0 once in 2^24 draws, and log 0 would accept any proposal whatever.
+    Never -inf: `rand` is exactly 0 once in 2^24 float32 draws, and log 0 would accept any proposal whatever. It is
+    never 1, so log(1 - rand) is finite.
     """
-    return -torch.empty(n, dtype=like.dtype, device=like.device).exponential_(generator=generator)
+    return torch.rand(n, generator=generator, dtype=like.dtype, device=like.device).neg_().log1p_()
 
 
 KERNELS: dict[str, Kernel] = {"langevin": langevin, "mala": mala}
@@ -160,7 +161,8 @@ def run(
     advance = _compiled_advance() if compile else _advance
     done = 0
     while done < steps:
-        count = min(UNROLL if compile else 1, steps - done, every - done % every)
+        until_seen = every - done % every if observe is not None else steps
+        count = min(UNROLL if compile else 1, steps - done, until_seen)
         noise = [
             (
                 torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device),
