@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP_FLAGS := --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup quickstart test test-full lint bench clean
+.PHONY: bench-gpu setup quickstart test test-full lint bench clean
 setup: $(VENV)/.ready
 
 # torch first and alone: its pin decides which build everything else is resolved against.
@@ -36,6 +36,9 @@ lint: setup
 
 bench: .venv-bench/.ready
 	.venv-bench/bin/python benchmarks/mala.py
+
+bench-gpu: setup
+	$(BIN)/python benchmarks/gpu.py $(if $(MODEL),--model $(MODEL))
 
 clean:
 	rm -rf $(VENV) .venv-bench build dist

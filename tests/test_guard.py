@@ -55,16 +55,16 @@ def dataset() -> Dataset:
 
 # Faults: each is given the state and the step to take, and does its harm before, while or after taking it.
 
-Take = Callable[[], dict[str, Any]]
+Take = Callable[[], Tensor]
 
 
-def nan_weights(state: TrainingState, take: Take) -> dict[str, Any]:
+def nan_weights(state: TrainingState, take: Take) -> Tensor:
     with torch.no_grad():
         next(state.network.parameters()).view(-1)[0] = math.nan
     return take()
 
 
-def infinite_weights_after(state: TrainingState, take: Take) -> dict[str, Any]:
+def infinite_weights_after(state: TrainingState, take: Take) -> Tensor:
     """What a last update that overflows does: the metrics of its own iteration still look well."""
     metrics = take()
     with torch.no_grad():
@@ -72,7 +72,7 @@ def infinite_weights_after(state: TrainingState, take: Take) -> dict[str, Any]:
     return metrics
 
 
-def nan_gradient(state: TrainingState, take: Take) -> dict[str, Any]:
+def nan_gradient(state: TrainingState, take: Take) -> Tensor:
     weight = list(state.network.parameters())[-1]
     hook = weight.register_hook(lambda grad: grad * math.nan)
     try:
@@ -81,7 +81,7 @@ def nan_gradient(state: TrainingState, take: Take) -> dict[str, Any]:
         hook.remove()
 
 
-def scaled_weights(state: TrainingState, take: Take) -> dict[str, Any]:
+def scaled_weights(state: TrainingState, take: Take) -> Tensor:
     """An energy that explodes but stays finite; seen by the gap between data and chains alone."""
     with torch.no_grad():
         for name, weight in state.network.named_parameters():
@@ -90,12 +90,12 @@ def scaled_weights(state: TrainingState, take: Take) -> dict[str, Any]:
     return take()
 
 
-def nan_chains(state: TrainingState, take: Take) -> dict[str, Any]:
+def nan_chains(state: TrainingState, take: Take) -> Tensor:
     state.chains.x.fill_(math.nan)
     return take()
 
 
-Fault = Callable[[TrainingState, Take], dict[str, Any]]
+Fault = Callable[[TrainingState, Take], Tensor]
 FAULTS: list[Fault] = [nan_weights, infinite_weights_after, nan_gradient, scaled_weights]
 
 
@@ -103,11 +103,12 @@ def inject(monkeypatch: pytest.MonkeyPatch, fault: Fault, when: int, times: int 
     """Let ``fault`` happen in iteration ``when`` (counted from 1), the first ``times`` times it is reached."""
     left = times
 
-    def step(config: Config, state: TrainingState, data: Tensor, ladder: Any) -> dict[str, Any]:
+    def step(setup: training.Setup) -> Tensor:
         nonlocal left
+        state = setup.state
 
-        def take() -> dict[str, Any]:
-            return real_step(config, state, data, ladder)
+        def take() -> Tensor:
+            return real_step(setup)
 
         if state.iteration + 1 != when or left == 0:
             return take()
@@ -207,7 +208,7 @@ def test_a_bad_gradient_never_reaches_the_weights(monkeypatch: pytest.MonkeyPatc
     """Not even for the moment until the roll-back: the update is skipped."""
     before: list[Tensor] = []
 
-    def fault(state: TrainingState, take: Take) -> dict[str, Any]:
+    def fault(state: TrainingState, take: Take) -> Tensor:
         before.extend(weight.detach().clone() for weight in state.network.parameters())
         metrics = nan_gradient(state, take)
         assert all(torch.equal(a, b) for a, b in zip(before, state.network.parameters(), strict=True))

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from daebm.errors import InputError
-from daebm.ladder import Ladder, noise_overlap, per_chain
+from daebm.ladder import Ladder, per_chain
+from daebm.spacing import noise_overlap
 
 SIGMAS = 5.0  # a mean over independent draws beyond 5 standard errors fails; about 100 such numbers are looked at
 

@@ -22,12 +22,13 @@ from daebm import checkpoint, training
 from daebm.cli import main
 from daebm.config import Config, resolve
 from daebm.data import Dataset
+from daebm.engine import Engine
 from daebm.errors import InputError
 from daebm.experiments import gaussian_1d
 from daebm.methods import METHODS, Negatives, draw_negatives
 from daebm.runs import matched_iterations
 from daebm.state import CHECKPOINT, STATE, TrainingState, build_ladder, start
-from daebm.training import learning_rate, step, train
+from daebm.training import Setup, learning_rate, step, train
 
 ALL = list(METHODS)
 
@@ -104,13 +105,15 @@ def config(request: pytest.FixtureRequest) -> Config:
     return small(request.param)
 
 
-def one_step(config: Config, state: TrainingState) -> dict[str, Any]:
+def one_step(config: Config, state: TrainingState) -> Tensor:
     data = DATA.standardise(DATA.train)
-    return step(config, state, data, build_ladder(config, 2))
+    ladder = build_ladder(config, data)
+    return step(Setup(config, DATA, data, ladder, state, Engine(config, state.network, ladder, state.generator)))
 
 
 def begun(config: Config) -> TrainingState:
-    return start(config, DATA.standardise(DATA.train), build_ladder(config, 2))
+    data = DATA.standardise(DATA.train)
+    return start(config, data, build_ladder(config, data))
 
 
 def test_trained_weights_are_finite_and_moved(config: Config):

@@ -31,14 +31,15 @@ class Chains:
     @classmethod
     def from_data(cls, size: int, data: Tensor, ladder: Ladder, generator: torch.Generator) -> Chains:
         """Diffused data with uniform labels: near equilibrium, but contrastive divergence until it has travelled."""
-        z = data[torch.randint(len(data), (size,), generator=generator)]
-        t = torch.randint(ladder.levels, (size,), generator=generator)
+        z = data[torch.randint(len(data), (size,), generator=generator, device=data.device)]
+        t = torch.randint(ladder.levels, (size,), generator=generator, device=data.device)
         return cls.start(ladder.diffuse(z, t, generator), t)
 
     @classmethod
     def from_noise(cls, size: int, event: tuple[int, ...], ladder: Ladder, generator: torch.Generator) -> Chains:
         """N(0, I) at every level, labels in equal sorted blocks, as the paper's code starts."""
-        return cls.start(torch.randn(size, *event, generator=generator), torch.arange(size) * ladder.levels // size)
+        x = torch.randn(size, *event, generator=generator, device=generator.device)
+        return cls.start(x, torch.arange(size, device=x.device) * ladder.levels // size)
 
     def __len__(self) -> int:
         return len(self.t)
@@ -47,7 +48,7 @@ class Chains:
         """Slots of ``count`` different chains. Write their new values back with `put` to the same slots."""
         if count > len(self):
             raise InputError(f"cannot draw {count} different chains from a store of {len(self)}")
-        return torch.randperm(len(self), generator=generator)[:count]
+        return torch.randperm(len(self), generator=generator, device=self.t.device)[:count]
 
     def put(self, slots: Tensor, x: Tensor, t: Tensor) -> None:
         self.x[slots] = x

@@ -31,7 +31,7 @@ class Run:
     """Train, evaluate and report an experiment into a folder."""
 
     experiment: Name
-    """gaussian-1d, four-rings or digits (`daebm list` describes them)."""
+    """gaussian-1d, four-rings, digits, fashion-mnist or mnist (`daebm list` describes them)."""
     method: Annotated[str, tyro.conf.arg(metavar="METHOD")] = "da"
     """cd, persistent, noise, hybrid, drl or da; all runs every one with the same number of gradient evaluations."""
     preset: Annotated[str, tyro.conf.arg(metavar="PRESET")] = "default"
@@ -108,7 +108,7 @@ class Show:
     """Show the resolved settings of a run and an estimate of its cost, without running it."""
 
     experiment: Name
-    """gaussian-1d, four-rings or digits."""
+    """gaussian-1d, four-rings, digits, fashion-mnist or mnist."""
     method: Annotated[str, tyro.conf.arg(metavar="METHOD")] = "da"
     """cd, persistent, noise, hybrid, drl or da."""
     preset: Annotated[str, tyro.conf.arg(metavar="PRESET")] = "default"
@@ -191,11 +191,11 @@ def _set_threads(threads: int) -> None:
 
 def _seconds_per_iteration(config: Config, tries: int = 3) -> float:
     """Time a few iterations after a first one."""
-    data, ladder, state = begin(config, experiment(config.experiment).dataset(config))
-    step(config, state, data, ladder)
+    setup = begin(config, experiment(config.experiment).dataset(config))
+    step(setup)
     clock = time.perf_counter()
     for _ in range(tries):
-        step(config, state, data, ladder)
+        step(setup)
     return (time.perf_counter() - clock) / tries
 
 

@@ -13,6 +13,9 @@ from daebm.errors import InputError
 from daebm.methods import METHODS, method
 from daebm.samplers.langevin import KERNELS
 
+NETWORKS = ("level-mlp", "level-resnet", "relu-mlp", "gated-mlp", "relu-basis", "resnet")
+PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
+
 
 @dataclass(frozen=True)
 class Config:
@@ -25,10 +28,12 @@ class Config:
 
     # Data
     train_size: int = 0  # points drawn for synthetic data; 0 takes the experiment's own number
+    dequantise: bool = False  # images of bytes: add uniform noise of one grey level in training
     standardise: bool = True  # train on (x - shift) / scale; the model takes and gives data units all the same
 
     # Ladder (methods with levels)
-    ladder: str = "geometric"  # geometric, or the paper's cumulative sum
+    ladder: str = "geometric"  # geometric; overlap (spaced by measured overlap); paper (its cumulative sum)
+    overlap: float = 0.35  # overlap: acceptance of a label move between neighbouring levels
     top: int = 0  # T; 0 lets a geometric ladder choose from the dimension
     floor: float = 0.0  # sd of the noise added to the data at level 0, in standardised units
     first_sd: float = 0.01  # geometric with a zero floor: noise sd of level 1
@@ -37,9 +42,9 @@ class Config:
     delta_last: float = 0.3
 
     # Network
-    network: str = "level-mlp"  # level-mlp (ours); relu-mlp, gated-mlp, relu-basis (the paper's)
-    width: int = 128
-    hidden: int = 3  # hidden layers
+    network: str = "level-mlp"  # level-mlp, level-resnet (ours); relu-mlp, gated-mlp, relu-basis, resnet (the paper's)
+    width: int = 128  # of a layer; channels at full resolution of a residual network
+    hidden: int = 3  # hidden layers; blocks per resolution of a residual network
     squares: int = 0  # level-mlp: learned constraints in the head of squares
     octaves: int = 0  # level-mlp: sin and cos features at frequencies 1, 2, 4, ..
 
@@ -49,12 +54,16 @@ class Config:
     optimiser: str = "adam"
     learning_rate: float = 1e-3
     beta1: float = 0.0
+    denoise: int = 0  # iterations of denoising score matching first, a warm start
+    denoise_rate: float = 1e-3  # learning rate then, falling linearly to 0
     warm_up: int = 0  # iterations of linear ramp from 0
     decay_start: float = 0.5  # linear decay to 0 from this share of the iterations on (when there are no milestones)
     milestones: tuple[float, ...] = ()  # shares of the iterations at which the rate is multiplied by decay_factor
     decay_factor: float = 0.1
     clip: float = 0.0  # largest gradient norm; 0 is off
+    trust: float = 0.0  # nats: an update is shortened to lower the gap of its own batch by no more; 0 is off
     energy_penalty: float = 0.0  # weight of mean U^2 over data and chains
+    level_rate: float = 0.0  # see training.step: levels of data and chains paired, their masses balanced by counting
     average: float = 0.0  # decay of the exponential weight average that the final model uses; 0 is off
 
     # Chains
@@ -77,7 +86,9 @@ class Config:
     log_every: int = 50
     maximum_gap: float = 1e5  # |mean U(data) - mean U(chains)|, or a loss, above this is an explosion
     maximum_rollbacks: int = 3  # roll-backs to the last good checkpoint before giving up
-    compile: bool = False  # compile the step in training and long runs; needs a C++ compiler, changes rounding only
+    compile: bool = False  # compile the step in training and long runs (on a GPU as a graph); changes rounding only
+    device: str = "cpu"  # cpu or cuda
+    precision: str = "fp32"  # of convolutions: fp32, tf32, fp16 or bf16 (the last three on a GPU); guarded
 
     # Evaluation after training
     post_chains: int = 1000  # chains started from noise
@@ -109,18 +120,20 @@ class Config:
             "octaves",
             "top",
             "warm_up",
+            "denoise",
             "adapt_every",
             "reject_from",
             "maximum_rollbacks",
             "seed",
         ):
             _require(self, name, getattr(self, name) >= 0, "0 or more")
-        for name in ("floor", "clip", "energy_penalty"):
+        for name in ("floor", "clip", "trust", "energy_penalty", "level_rate"):
             _require(self, name, getattr(self, name) >= 0, "0 or more")
-        for name in ("learning_rate", "step_size", "step_minimum", "maximum_gap", "first_sd"):
+        for name in ("learning_rate", "denoise_rate", "step_size", "step_minimum", "maximum_gap", "first_sd"):
             _require(self, name, getattr(self, name) > 0, "positive")
         for name in ("average", "beta1"):
             _require(self, name, 0 <= getattr(self, name) < 1, "in [0, 1)")
+        _require(self, "overlap", 0 < self.overlap < 1, "between 0 and 1")
         _require(self, "seed", self.seed < 2**62, "below 2**62")
         _require(self, "block", self.block >= 2, "at least 2")
         _require(self, "decay_start", 0 <= self.decay_start <= 1, "between 0 and 1")
@@ -130,14 +143,17 @@ class Config:
         _require(self, "step_maximum", self.step_maximum >= self.step_minimum, "at least step_minimum")
         for name, choices in (
             ("kernel", list(KERNELS)),
-            ("ladder", ["geometric", "paper"]),
-            ("network", ["level-mlp", "relu-mlp", "gated-mlp", "relu-basis"]),
+            ("ladder", ["geometric", "overlap", "paper"]),
+            ("network", list(NETWORKS)),
             ("optimiser", ["adam", "sgd"]),
             ("label_move", ["full", "block", "local"]),
             ("start", ["data", "noise"]),
+            ("device", ["cpu", "cuda"]),
+            ("precision", list(PRECISIONS)),
         ):
             value = getattr(self, name)
             _require(self, name, value in choices, f"one of {', '.join(choices)}")
+        _require(self, "denoise", self.denoise < self.iterations, "less than iterations")
         if row.start == "store" and self.store < self.batch:
             raise InputError(f"store={self.store} must hold at least batch={self.batch} chains")
 

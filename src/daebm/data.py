@@ -25,7 +25,10 @@ DATA_SEED = 20_000_003
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Training and held-out events (n, ...) in data units; standardised = (x - shift) / scale."""
+    """Training and held-out events (n, ...) in data units; standardised = (x - shift) / scale.
+
+    Images may be kept as bytes; their data units are [-1, 1].
+    """
 
     name: str
     train: Tensor
@@ -57,14 +60,25 @@ class Dataset:
     @classmethod
     def standardised(cls, name: str, train: Tensor, held_out: Tensor) -> Dataset:
         """Data with the shift and scale that give ``train`` mean 0 and sd 1 over all its numbers."""
-        return cls(name, train, held_out, float(train.double().mean()), float(train.double().std()))
+        numbers = to_unit_range(train).double()
+        return cls(name, train, held_out, float(numbers.mean()), float(numbers.std()))
 
     @property
     def event(self) -> tuple[int, ...]:
         return tuple(self.train.shape[1:])
 
-    def standardise(self, x: Tensor) -> Tensor:
-        return ((x - self.shift) / self.scale).float()
+    def standardise(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Data units to training units; bytes are grey levels. A generator dequantises bytes by uniform noise."""
+        return ((to_unit_range(x, generator) - self.shift) / self.scale).float()
+
+
+def to_unit_range(x: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Bytes 0..255 to [-1, 1], with a generator after adding uniform noise of one grey level; floats as they are."""
+    if x.dtype != torch.uint8:
+        return x
+    if generator is None:
+        return x.float() / 127.5 - 1
+    return (x + torch.rand(x.shape, generator=generator, device=x.device)) / 128 - 1
 
 
 def check_finite(what: str, x: Tensor) -> None:

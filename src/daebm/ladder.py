@@ -17,8 +17,6 @@ from daebm.errors import InputError
 # Neighbouring levels overlap like two chi-squares with d degrees of freedom, whose relative width is
 # sqrt(2 / d). A step of twice that in log variance lets about a third of neighbour moves through.
 LOG_VARIANCE_STEP = 2.0
-# A chain started at N(0, I) with label T must be able to move: below this overlap it mostly cannot.
-MINIMUM_NOISE_OVERLAP = 0.15
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,20 +137,6 @@ def per_chain(values: Tensor, t: Tensor, like: Tensor) -> Tensor:
     """values[t] in the dtype and device of ``like``, shaped to broadcast over its event dimensions."""
     chosen = values.to(like.device)[t].to(like.dtype)
     return chosen.reshape(-1, *[1] * (like.ndim - 1))
-
-
-def noise_overlap(ladder: Ladder, data: Tensor, generator: torch.Generator | None = None, draws: int = 512) -> float:
-    """Acceptance of moving the label from the starting noise N(0, I) to level T: E min(1, p_T(x) / N(x; 0, I)).
-
-    p_T is the exact diffused density of ``data`` (standardised; up to 2,048 of its points as a mixture).
-    """
-    z = data[torch.randperm(len(data), generator=generator)[:2048]].reshape(-1, data[0].numel()).double()
-    dimension = z.shape[1]
-    x = torch.randn(draws, dimension, generator=generator, dtype=torch.float64)
-    v = ladder.variance[-1]
-    distance = torch.cdist(x, ladder.abar[-1].sqrt() * z) ** 2
-    log_p = torch.logsumexp(-distance / (2 * v), dim=1) - math.log(len(z)) - dimension / 2 * v.log()
-    return float(torch.exp((log_p + x.square().sum(1) / 2).clamp(max=0)).mean())
 
 
 def _check_floor(floor: float) -> None:

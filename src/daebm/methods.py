@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -23,7 +24,7 @@ from daebm.errors import InputError
 from daebm.ladder import Ladder, per_chain
 from daebm.samplers import langevin
 from daebm.samplers.langevin import Kernel, PlainEnergy
-from daebm.samplers.mgms import Energy, TransitionInfo, label_move, transition
+from daebm.samplers.mgms import Energy, TransitionInfo
 
 if TYPE_CHECKING:
     from daebm.config import Config
@@ -64,6 +65,10 @@ def method(name: str) -> Method:
     return METHODS[name]
 
 
+Transition = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, TransitionInfo]]
+"""Algorithm 2 with everything but x, t and the step sizes fixed."""
+
+
 class Negatives(NamedTuple):
     """The chains' side of the gradient: points and their levels, and per burst (levels, acceptance, refusals)."""
 
@@ -88,7 +93,7 @@ def conditional(energy: Energy, ladder: Ladder, t: Tensor, partner: Tensor) -> P
 
 def conditional_sigma(sigma: Tensor, ladder: Ladder, t: Tensor) -> Tensor:
     """Gao et al. step in y = sqrt(alpha_(t+1)) x; in x the same step is longer by 1 / sqrt(alpha_(t+1))."""
-    return sigma[t] / ladder.alpha.sqrt()[t + 1]
+    return sigma[t] / ladder.alpha.to(t.device).sqrt()[t + 1]
 
 
 def draw_negatives(
@@ -102,6 +107,7 @@ def draw_negatives(
     t_data: Tensor,
     partner: Tensor,
     generator: torch.Generator,
+    transition: Transition,
 ) -> Negatives:
     """Start chains where the method's row says, move them, and put stored chains back into their slots."""
     row = method(config.method)
@@ -119,16 +125,15 @@ def draw_negatives(
         slots = chains.draw(n, generator)
         x, t = chains.x[slots], chains.t[slots]
         if config.restart_probability > 0:
-            fresh = torch.rand(n, generator=generator) < config.restart_probability
-            noise = torch.randn(x.shape, generator=generator, dtype=x.dtype)
+            fresh = torch.rand(n, generator=generator, device=x.device) < config.restart_probability
+            noise = torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device)
             x = torch.where(fresh.reshape(-1, *[1] * (x.ndim - 1)), noise, x)
             t = torch.where(fresh, ladder.top, t)  # noise belongs to level T
-            chains.stage[slots[fresh]] = 0  # and its round trip begins anew
+            chains.stage[slots] = torch.where(fresh, 0, chains.stage[slots])  # and its round trip begins anew
     bursts: list[TransitionInfo] = []
     if row.ladder:
-        move = label_move(config.label_move, ladder.top, config.block)
         for _ in range(config.bursts):
-            x, t, burst = transition(kernel, energy, x, t, sigma, config.steps, move, generator, config.compile)
+            x, t, burst = transition(x, t, sigma)
             bursts.append(burst)
             if slots is not None:
                 chains.count_trips(slots, t, ladder.top)

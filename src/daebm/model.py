@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from daebm import checkpoint, networks, sampling
 from daebm.config import Config
-from daebm.data import Dataset
+from daebm.data import Dataset, to_unit_range
 from daebm.errors import CheckpointError, InputError
 from daebm.ladder import Ladder
 from daebm.methods import method
@@ -22,7 +23,7 @@ from daebm.samplers.mgms import label_move
 from daebm.state import CHECKPOINT, STATE, TrainingState
 
 Array = TypeVar("Array", np.ndarray[Any, Any], Tensor)
-CHUNK = 1 << 16  # rows per network evaluation; bounds memory
+CHUNK = 1 << 17  # numbers per network evaluation; bounds memory
 
 
 @dataclass(eq=False)
@@ -49,6 +50,16 @@ class Model:
         sigma = state.steps.sigma.clone()
         return cls(config, network, ladder, sigma, dataset.event, dataset.shift, dataset.scale)
 
+    @property
+    def device(self) -> torch.device:
+        return self.sigma.device
+
+    def to(self, device: str | torch.device) -> Model:
+        """The model itself, moved to ``device``."""
+        self.network.to(device)
+        self.sigma = self.sigma.to(device)
+        return self
+
     def energy(self, x: Array, t: int | Array = 0) -> Array:
         """U(x, t) for x of shape (n, ...) and one level or n of them; numpy in, numpy out; torch in, torch out."""
         points = self._points(x)
@@ -60,10 +71,11 @@ class Model:
             raise InputError(
                 f"t must lie in 0..{self.ladder.top}, the levels of this model, got {given.min()}..{given.max()}"
             )
-        levels = torch.from_numpy(given.astype(np.int64).reshape(-1)).expand(len(points))
+        levels = torch.from_numpy(given.astype(np.int64).reshape(-1)).to(self.device).expand(len(points))
         with torch.no_grad():
-            starts = range(0, max(len(points), 1), CHUNK)
-            parts = [self.network(points[i : i + CHUNK], levels[i : i + CHUNK]) for i in starts]
+            rows = max(1, CHUNK // math.prod(self.event))
+            starts = range(0, max(len(points), 1), rows)
+            parts = [self.network(points[i : i + rows], levels[i : i + rows]) for i in starts]
         return self._like(torch.cat(parts), x)
 
     def sample(self, count: int, seed: int = 0, visits: int = 1, clean: bool = True) -> np.ndarray[Any, Any]:
@@ -73,12 +85,12 @@ class Model:
         an exact draw from exp(-U(x, 0)); larger M, or `draw` with ``transitions``, come closer at a price. A plain EBM
         runs the Langevin steps its method uses. ``clean`` removes the noise floor by Tweedie's formula.
         """
-        drawn = self.draw(count, torch.Generator().manual_seed(seed), visits)
-        return self.to_data(self.cleaned(drawn.x) if clean else drawn.x).numpy()
+        drawn = self.draw(count, torch.Generator(self.device).manual_seed(seed), visits)
+        return self.to_data(self.cleaned(drawn.x) if clean else drawn.x).cpu().numpy()
 
     def long_run(self, x: Array, steps: int, seed: int = 0, kernel: str = "mala") -> Array:
         """``steps`` Langevin steps at t = 0 from data points x; how many steps a chain keeps its place tells a lot."""
-        end, _info = self.run_at_zero(self._points(x), steps, torch.Generator().manual_seed(seed), kernel)
+        end, _info = self.run_at_zero(self._points(x), steps, torch.Generator(self.device).manual_seed(seed), kernel)
         return self._like(self.to_data(end), x)
 
     # The same in standardised units, for whoever wants every detail.
@@ -162,12 +174,14 @@ class Model:
             array = np.array(x)  # a copy: torch takes neither reversed nor read-only arrays as they are
             if array.dtype.kind not in "fiub":
                 raise InputError(f"x must hold real numbers, got an array of {array.dtype}")
-            points = torch.from_numpy(array.astype(np.float64))
+            points = torch.from_numpy(array if array.dtype == np.uint8 else array.astype(np.float64))
         if points.is_complex():
             raise InputError(f"x must hold real numbers, got {points.dtype}")
         if tuple(points.shape[1:]) != self.event or points.ndim < 2:
             raise InputError(f"x must have shape (n, {', '.join(map(str, self.event))}), got {tuple(points.shape)}")
-        points = self.standardise(points.float())
+        # Bytes are grey levels where the model is one of images.
+        points = to_unit_range(points) if len(self.event) == 3 else points
+        points = self.standardise(points.to(self.device).float())
         if not torch.isfinite(points).all():
             raise InputError("x holds a NaN or infinite (in float32) value: remove or impute such rows")
         return points
@@ -175,9 +189,9 @@ class Model:
     @staticmethod
     def _like(result: Tensor, x: Array) -> Array:
         if isinstance(x, Tensor):
-            return result.to(x.dtype if x.is_floating_point() else result.dtype)
+            return result.to(x.device, x.dtype if x.is_floating_point() else result.dtype)
         kind = np.asarray(x).dtype
-        return result.numpy().astype(kind if kind.kind == "f" else np.float32)
+        return result.cpu().numpy().astype(kind if kind.kind == "f" else np.float32)
 
 
 def load(folder: str | Path, network: nn.Module | None = None) -> Model:

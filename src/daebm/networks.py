@@ -99,6 +99,44 @@ def _kaiming(module: nn.Module, gain: float) -> None:
             nn.init.zeros_(part.bias)
 
 
+class DiffusedGaussian(nn.Module):
+    """U(x, t) = 1/2 |C_t^(-1/2) (x - m_t)|^2 + 1/2 log det C_t: the Gaussian of the data, diffused to every level.
+
+    m_t = sqrt(abar_t) m and C_t = abar_t S + v_t I, with mean m and covariance S of standardised ``data``.
+    """
+
+    axes: Tensor
+    centre: Tensor
+    precision: Tensor
+    half_log_det: Tensor
+
+    def __init__(self, data: Tensor, ladder: Ladder) -> None:
+        super().__init__()
+        data = data.flatten(1).double()
+        spread, axes = torch.linalg.eigh(torch.cov(data.T).reshape(data.shape[1], -1))
+        # A single clean level has no noise to take a scale from.
+        noise = ladder.variance if ladder.top else ladder.variance.clamp(min=1e-4)
+        self.noise = torch.where(noise > 0, noise, noise[min(1, ladder.top)])  # the scale of each level, (T + 1,)
+        # A clean level 0 may have flat directions; no narrower than the noise of level 1 makes it a proper start.
+        spread = ladder.abar.unsqueeze(1) * spread.clamp(min=0) + ladder.variance.unsqueeze(1)
+        spread = spread.clamp(min=max(float(self.noise[0]), 1e-8))
+        self.register_buffer("axes", axes.float())  # C_t = axes diag(spread_t) axes'
+        self.register_buffer("centre", (ladder.abar.sqrt().unsqueeze(1) * (data.mean(0) @ axes)).float())
+        self.register_buffer("precision", spread.rsqrt().float())  # C_t^(-1/2) on the axes
+        self.register_buffer("half_log_det", spread.log().sum(1).float() / 2)
+
+    def whiten(self, x: Tensor, t: Tensor) -> Tensor:
+        """y_t = C_t^(-1/2) (x - m_t), (n, d)."""
+        return (x.flatten(1) @ self.axes - self.centre[t]) * self.precision[t]
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        return self.whiten(x, t).square().sum(1) / 2 + self.half_log_det[t]
+
+    def of_labels(self, x: Tensor, labels: Tensor) -> Tensor:
+        y = ((x.flatten(1) @ self.axes).unsqueeze(1) - self.centre[labels]) * self.precision[labels]
+        return y.square().sum(2) / 2 + self.half_log_det[labels]
+
+
 class LevelMLP(nn.Module):
     """Our default: the data's own Gaussian at every level, bent by an MLP with gains and biases per level.
 
@@ -112,29 +150,14 @@ class LevelMLP(nn.Module):
     - ``octaves`` adds sin and cos of each coordinate at frequencies 1, 2, 4, ..: fine detail in few dimensions.
     """
 
-    axes: Tensor
-    centre: Tensor
-    precision: Tensor
-    half_log_det: Tensor
     frequencies: Tensor
 
     def __init__(
         self, data: Tensor, ladder: Ladder, width: int, hidden: int, squares: int = 0, octaves: int = 0
     ) -> None:
         super().__init__()
-        data = data.flatten(1).double()
-        levels, dimension = ladder.levels, data.shape[1]
-        spread, axes = torch.linalg.eigh(torch.cov(data.T).reshape(dimension, dimension))
-        # A single clean level has no noise to take a scale from.
-        noise = ladder.variance if ladder.top else ladder.variance.clamp(min=1e-4)
-        noise = torch.where(noise > 0, noise, noise[min(1, ladder.top)])
-        # A clean level 0 may have flat directions; no narrower than the noise of level 1 makes it a proper start.
-        spread = ladder.abar.unsqueeze(1) * spread.clamp(min=0) + ladder.variance.unsqueeze(1)
-        spread = spread.clamp(min=max(float(noise[0]), 1e-8))
-        self.register_buffer("axes", axes.float())  # C_t = axes diag(spread_t) axes'
-        self.register_buffer("centre", (ladder.abar.sqrt().unsqueeze(1) * (data.mean(0) @ axes)).float())
-        self.register_buffer("precision", spread.rsqrt().float())  # C_t^(-1/2) on the axes
-        self.register_buffer("half_log_det", spread.log().sum(1).float() / 2)
+        levels, dimension = ladder.levels, data[0].numel()
+        self.base = DiffusedGaussian(data, ladder)
         self.register_buffer("frequencies", 2.0 ** torch.arange(octaves))
 
         sizes = [dimension * (1 + 2 * octaves)] + [width] * hidden
@@ -152,7 +175,7 @@ class LevelMLP(nn.Module):
         # Not zero, which would be a saddle, but far below the Gaussian at every level's scale.
         self.constraints = nn.Parameter(torch.randn(width, squares) * 0.005 / math.sqrt(width))  # Q
         self.offsets = nn.Parameter(torch.zeros(levels, squares))
-        self.log_scales = nn.Parameter((-noise.log() / 2).float().unsqueeze(1).repeat(1, squares))
+        self.log_scales = nn.Parameter((-self.base.noise.log() / 2).float().unsqueeze(1).repeat(1, squares))
 
     def forward(self, x: Tensor, t: Tensor) -> Tensor:
         x = x.flatten(1)
@@ -162,8 +185,7 @@ class LevelMLP(nn.Module):
             h = torch.cat([x, angle.sin(), angle.cos()], dim=1)
         for weight, gain, bias in zip(self.weights, self.gains, self.biases, strict=True):
             h = F.silu(torch.addcmul(bias[t], h @ weight, gain[t]))
-        y = (x @ self.axes - self.centre[t]) * self.precision[t]
-        u = (y - h @ self.shift).square().sum(1) / 2 + self.half_log_det[t]
+        u = (self.base.whiten(x, t) - h @ self.shift).square().sum(1) / 2 + self.base.half_log_det[t]
         if self.offsets.shape[1]:
             q = (h @ self.constraints + self.offsets[t]) * self.log_scales[t].exp()
             u = u + q.square().sum(1) / 2
@@ -187,7 +209,14 @@ def build(config: Config, data: Tensor, ladder: Ladder) -> nn.Module:
     event = tuple(data.shape[1:])
     width, hidden = config.width, config.hidden
     network: nn.Module
-    if config.network == "level-mlp":
+    if config.network in ("resnet", "level-resnet"):
+        from daebm.resnet import LevelResNet, ResNet
+
+        if config.network == "resnet":
+            network = ResNet(event, ladder.levels, width, hidden)
+        else:
+            network = LevelResNet(data, ladder, width, hidden)
+    elif config.network == "level-mlp":
         network = LevelMLP(data, ladder, width, hidden, config.squares, config.octaves)
     elif len(event) != 1:
         raise InputError(f"network {config.network!r} takes events of shape (d,), got {event}: flatten the data first")

@@ -50,8 +50,8 @@ def run(
         raise
     finally:
         log.close()
-    generator = torch.Generator().manual_seed(config.seed + EVALUATION_SEED)
-    trained = Trained(model.load(folder), dataset, copy.deepcopy(state.chains), config, generator)
+    generator = torch.Generator(config.device).manual_seed(config.seed + EVALUATION_SEED)
+    trained = Trained(model.load(folder).to(config.device), dataset, copy.deepcopy(state.chains), config, generator)
     clock = time.perf_counter()
     measured, arrays = experiment(config.experiment).evaluate(trained)
     summary: Summary = {
@@ -191,7 +191,7 @@ def _training_facts(config: Config, state: Any) -> Summary:
         "train_seconds": round(state.seconds, 1),
         "rollbacks": state.rollbacks,
         "learning_rate_scale": state.rate_scale,
-        "nonfinite_proposals": state.nonfinite,
+        "nonfinite_proposals": int(state.nonfinite),
         "step_sizes": state.steps.sigma.tolist(),
     }
     if levels > 1 and config.method == "da":
@@ -237,7 +237,9 @@ class _Log:
             self.writer = _summary_writer()(str(tensorboard_folder / "tensorboard"))
 
     def __call__(self, metrics: dict[str, Any]) -> None:
-        if "event" in metrics:
+        if metrics.get("event") == "precision":
+            self.bar.write(metrics["reason"], file=sys.stderr)
+        elif "event" in metrics:
             self.bar.write(
                 f"rolled back from iteration {metrics['iteration']} to {metrics['to']}: {metrics['reason']}; "
                 f"learning rate now x{metrics['rate_scale']:g}",

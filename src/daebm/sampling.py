@@ -41,8 +41,8 @@ class Sampler(NamedTuple):
 def from_noise(sampler: Sampler, event: tuple[int, ...], count: int, generator: torch.Generator) -> Drawn:
     """The starting point of Algorithm 3: x ~ N(0, I) at level T."""
     _positive(count=count)
-    x = torch.randn(count, *event, generator=generator)
-    return Drawn(x, torch.full((count,), sampler.ladder.top), 0)
+    x = torch.randn(count, *event, generator=generator, device=generator.device)
+    return Drawn(x, torch.full((count,), sampler.ladder.top, device=x.device), 0)
 
 
 def transitions(sampler: Sampler, start: Drawn, count: int, generator: torch.Generator) -> Drawn:
@@ -99,7 +99,7 @@ def annealed(sampler: Sampler, start: Drawn, steps: int, generator: torch.Genera
     """
     x, gradients = start.x, start.gradients
     for level in range(sampler.ladder.top, -1, -1):
-        t = torch.full((len(x),), level)
+        t = torch.full((len(x),), level, device=x.device)
         x, _info = langevin.run(
             sampler.kernel, _at(sampler.energy, t), x, float(sampler.sigma[level]), steps, generator
         )
@@ -111,7 +111,7 @@ def recovery(sampler: Sampler, start: Drawn, generator: torch.Generator) -> Draw
     """DRL's sequential sampling: from level T down, L conditional Langevin steps at each level."""
     x, gradients = start.x, start.gradients
     for level in range(sampler.ladder.top - 1, -1, -1):
-        t = torch.full((len(x),), level)
+        t = torch.full((len(x),), level, device=x.device)
         target = conditional(sampler.energy, sampler.ladder, t, x)
         sigma = conditional_sigma(sampler.sigma, sampler.ladder, t).to(x.dtype)
         scaled = x / sampler.ladder.alpha[level + 1].sqrt().to(x.dtype)
@@ -132,13 +132,13 @@ def long_run(
     compile: bool = False,
 ) -> tuple[Tensor, Info]:
     """Langevin steps at t = 0 from given points, usually data: does the model hold them where they belong?"""
-    t = torch.zeros(len(x), dtype=torch.long)
+    t = torch.zeros(len(x), dtype=torch.long, device=x.device)
     return langevin.run(kernel, _at(energy, t), x, sigma, steps, generator, observe, every, compile)
 
 
 def tweedie(energy: Energy, x: Tensor, floor: float) -> Tensor:
     """E[clean | x] under the model, x - floor^2 grad U(x, 0): level 0 holds noise of sd ``floor``, this removes it."""
-    t = torch.zeros(len(x), dtype=torch.long)
+    t = torch.zeros(len(x), dtype=torch.long, device=x.device)
     _value, grad = langevin.energy_and_gradient(_at(energy, t), x)
     return x - floor**2 * grad
 

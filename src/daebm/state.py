@@ -16,10 +16,11 @@ from daebm import checkpoint, networks
 from daebm.chains import Chains
 from daebm.config import Config
 from daebm.data import Dataset
-from daebm.errors import CheckpointError
+from daebm.errors import CheckpointError, InputError
 from daebm.ladder import Ladder
 from daebm.methods import method
 from daebm.samplers.adapt import StepSizes
+from daebm.spacing import overlapping
 
 CHECKPOINT, STATE = "checkpoint", "state"  # folder and file name inside a run
 
@@ -39,17 +40,20 @@ class TrainingState:
     iteration: int
     rate_scale: float  # lowered at each roll-back
     rollbacks: int
-    nonfinite: int  # proposals and label energies refused so far
+    nonfinite: Tensor  # proposals and label energies refused so far; on the device, where it is counted
     seconds: float  # spent in training, over all sessions; reported, never read by a schedule
 
 
-def build_ladder(config: Config, dimension: int) -> Ladder:
-    """The ladder that a config describes: one level for the plain EBMs."""
+def build_ladder(config: Config, data: Tensor) -> Ladder:
+    """The ladder that a config describes for standardised data: one level for the plain EBMs."""
     if not method(config.method).ladder:
         return Ladder.single(config.floor)
     if config.ladder == "paper":
         return Ladder.paper(config.top, config.delta_first, config.delta_last)
-    return Ladder.geometric(dimension, config.floor, config.first_sd, config.last_variance, config.top or None)
+    if config.ladder == "overlap":
+        generator = torch.Generator().manual_seed(0)  # not the run's seed: one data set, one ladder
+        return overlapping(data, config.floor, config.last_variance, config.overlap, generator)
+    return Ladder.geometric(data[0].numel(), config.floor, config.first_sd, config.last_variance, config.top or None)
 
 
 def initial_sigma(config: Config, ladder: Ladder) -> Tensor:
@@ -70,37 +74,46 @@ def initial_sigma(config: Config, ladder: Ladder) -> Tensor:
 
 def start(config: Config, data: Tensor, ladder: Ladder, network: nn.Module | None = None) -> TrainingState:
     """The state before the first iteration, from the seed alone (and the network, if given). Data standardised."""
-    generator = torch.Generator().manual_seed(config.seed)
+    device = data.device
+    generator = torch.Generator(device).manual_seed(config.seed)
     event = tuple(data.shape[1:])
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(int(torch.randint(2**62, (1,), generator=generator)))
-        network = network if network is not None else networks.build(config, data, ladder)
+        torch.manual_seed(int(torch.randint(2**62, (1,), generator=generator, device=device)))
+        network = network if network is not None else networks.build(config, data.cpu(), ladder)
+    network = network.to(device)
+    if config.level_rate:
+        constant = getattr(network, "constant", None)
+        if not isinstance(constant, nn.Parameter) or ladder.levels == 1:
+            raise InputError(
+                "level_rate needs levels and a network with a constant for each: level-mlp or level-resnet"
+            )
+        constant.requires_grad_(False)  # it follows the label counts, not the optimiser
     if config.start == "data":
         chains = Chains.from_data(config.store, data, ladder, generator)
     else:
         chains = Chains.from_noise(config.store, event, ladder, generator)
     return TrainingState(
         network=network,
-        optimiser=_optimiser(config, network),
+        optimiser=optimiser(config, network),
         average={k: v.detach().clone() for k, v in network.named_parameters()} if config.average else {},
         chains=chains,
         steps=StepSizes.start(
-            initial_sigma(config, ladder),
+            initial_sigma(config, ladder).to(device),
             (config.step_minimum, config.step_maximum),
             minimum_count=max(20, config.batch // ladder.levels),
         ),
         generator=generator,
-        order=torch.randperm(len(data), generator=generator),
+        order=torch.randperm(len(data), generator=generator, device=device),
         cursor=0,
         iteration=0,
         rate_scale=1.0,
         rollbacks=0,
-        nonfinite=0,
+        nonfinite=torch.zeros((), dtype=torch.long, device=device),
         seconds=0.0,
     )
 
 
-def _optimiser(config: Config, network: nn.Module) -> torch.optim.Optimizer:
+def optimiser(config: Config, network: nn.Module) -> torch.optim.Optimizer:
     if config.optimiser == "sgd":
         return torch.optim.SGD(network.parameters(), lr=config.learning_rate)
     return torch.optim.Adam(network.parameters(), lr=config.learning_rate, betas=(config.beta1, 0.999))
@@ -177,29 +190,31 @@ def _pack(state: TrainingState) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors[f"steps.{name}"] = getattr(state.steps, name)
     tensors["generator"] = state.generator.get_state()
     tensors["order"] = state.order
-    return tensors, {name: getattr(state, name) for name in _NUMBERS}
+    return tensors, {name: getattr(state, name) for name in _NUMBERS} | {"nonfinite": int(state.nonfinite)}
 
 
 def _unpack(state: TrainingState, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
     state.network.load_state_dict(_part(tensors, "network"))
-    state.average = _part(tensors, "average")
+    device = state.order.device
+    state.average = _part(tensors, "average", device)
     entries: dict[int, dict[str, Tensor]] = {}
     for key, value in _part(tensors, "optimiser").items():
         index, name = key.split(".")
         entries.setdefault(int(index), {})[name] = value
     groups = state.optimiser.state_dict()["param_groups"]
     state.optimiser.load_state_dict({"state": entries, "param_groups": groups})
-    state.chains = Chains(**_part(tensors, "chains"))
-    for name, value in _part(tensors, "steps").items():
+    state.chains = Chains(**_part(tensors, "chains", device))
+    for name, value in _part(tensors, "steps", device).items():
         setattr(state.steps, name, value)
-    state.generator.set_state(tensors["generator"])
-    state.order = tensors["order"]
+    state.generator.set_state(tensors["generator"].cpu())
+    state.order = tensors["order"].to(device)
+    state.nonfinite.fill_(facts["nonfinite"])
     for name in _NUMBERS:
         setattr(state, name, facts[name])
 
 
-_NUMBERS = ("cursor", "iteration", "rate_scale", "rollbacks", "nonfinite", "seconds")
+_NUMBERS = ("cursor", "iteration", "rate_scale", "rollbacks", "seconds")
 
 
-def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {k.removeprefix(prefix + "."): v for k, v in tensors.items() if k.startswith(prefix + ".")}
+def _part(tensors: dict[str, Tensor], prefix: str, device: torch.device | None = None) -> dict[str, Tensor]:
+    return {k.removeprefix(prefix + "."): v.to(device) for k, v in tensors.items() if k.startswith(prefix + ".")}

@@ -2,52 +2,67 @@
 
 from __future__ import annotations
 
-import json
-import math
-import os
-import shutil
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from daebm.checkpoint import write_atomically
+from daebm import engine
 from daebm.config import Config
 from daebm.data import Dataset, check_finite
+from daebm.denoising import balance_levels, denoising_loss
+from daebm.engine import Engine
 from daebm.errors import DivergenceError, InputError
-from daebm.ladder import MINIMUM_NOISE_OVERLAP, Ladder, noise_overlap
+from daebm.guard import MEASURES, MetricsLog, bad_weights, trouble
+from daebm.ladder import Ladder, per_chain
 from daebm.methods import draw_negatives, method
+from daebm.precision import settle_precision
 from daebm.samplers.langevin import KERNELS
-from daebm.state import Saved, TrainingState, build_ladder, start
+from daebm.spacing import MINIMUM_NOISE_OVERLAP, noise_overlap
+from daebm.state import Saved, TrainingState, build_ladder, optimiser, start
+from daebm.updates import learning_rate, update
 
-WEIGHT_LIMIT = 1e6  # networks here have weights of order 1; a float32 energy beyond this has lost its last nat
 OVERLAP_SEED = 30_000_001  # a stream of its own: a check must not share noise with the chains
 ROLLBACK_RATE_FACTOR = 0.5  # the learning rate after a roll-back, relative to before
 
 
-def learning_rate(config: Config, iteration: int) -> float:
-    """Linear warm-up, then a staircase at the milestones or, without any, constant and linear to zero."""
-    share = iteration / config.iterations
-    rate = config.learning_rate * min(1.0, (iteration + 1) / (config.warm_up + 1))
-    if config.milestones:
-        return float(rate * config.decay_factor ** sum(share >= m for m in config.milestones))
-    return rate * min(1.0, (1 - share) / max(1 - config.decay_start, 1e-12))
+@dataclass(eq=False)
+class Setup:
+    """A run that is ready to train: what stays the same, the state, and the engine that moves it."""
+
+    config: Config
+    dataset: Dataset
+    data: Tensor  # training events on the device: standardised, or as bytes
+    ladder: Ladder
+    state: TrainingState
+    engine: Engine
+
+    def points(self, rows: Tensor) -> Tensor:
+        """Standardised training events."""
+        z = self.data[rows]
+        if z.dtype != torch.uint8:
+            return z
+        return self.dataset.standardise(z, self.state.generator if self.config.dequantise else None)
 
 
-def begin(config: Config, dataset: Dataset, network: nn.Module | None = None) -> tuple[Tensor, Ladder, TrainingState]:
-    """Standardised data, the ladder and the state before the first iteration; refuses what cannot be trained."""
-    data = dataset.standardise(dataset.train)
-    check_finite(f"the training data of {dataset.name}", data)
-    if config.batch > len(data):
-        raise InputError(f"batch={config.batch} is more than the {len(data)} training points: lower it")
-    ladder = build_ladder(config, data[0].numel())
-    _check_overlap(config, ladder, data)
-    if config.compile and shutil.which(os.environ.get("CXX", "g++")) is None:
-        raise InputError("compile=true needs a C++ compiler and none was found: install g++ or leave compile out")
-    return data, ladder, start(config, data, ladder, network)
+def begin(config: Config, dataset: Dataset, network: nn.Module | None = None) -> Setup:
+    """Data on the device, the ladder and the state before the first iteration; refuses what cannot be trained."""
+    device = engine.check(config)
+    points = dataset.standardise(dataset.train)
+    check_finite(f"the training data of {dataset.name}", points)
+    if config.batch > len(points):
+        raise InputError(f"batch={config.batch} is more than the {len(points)} training points: lower it")
+    ladder = build_ladder(config, points)
+    _check_overlap(config, ladder, points)
+    state = start(config, points.to(device), ladder, network)
+    data = dataset.train if dataset.train.dtype == torch.uint8 else points
+    return Setup(
+        config, dataset, data.to(device), ladder, state, Engine(config, state.network, ladder, state.generator)
+    )
 
 
 def train(
@@ -65,29 +80,44 @@ def train(
     With a folder, checkpoints go to ``folder/checkpoint`` and metrics to ``folder/metrics.jsonl``, and ``resume``
     continues from there bit for bit. Without one the guard rolls back to a copy in memory.
     """
-    data, ladder, state = begin(config, dataset, network)
-    saved = Saved(config, dataset, ladder, folder)
+    setup = begin(config, dataset, network)
+    state = setup.state
+    saved = Saved(config, dataset, setup.ladder, folder)
     if resume and saved.exists:
         saved.load(state)
     else:
         saved.save(state)
-    metrics_file = None if folder is None else _Metrics(folder / "metrics.jsonl", state.iteration)
+    metrics_file = None if folder is None else MetricsLog(folder / "metrics.jsonl", state.iteration)
     clock = time.perf_counter()
 
+    if config.device == "cuda":
+        for refused in settle_precision(state.network, config.precision, state.chains, state.steps.sigma, config.seed):
+            event = {"iteration": state.iteration, "event": "precision", "reason": refused}
+            report(event)
+            if metrics_file is not None:
+                metrics_file.write(event)
+    check_every = config.log_every if config.device == "cuda" else 1  # reading from a GPU stops it
+    unread: list[Tensor] = []
+
     while state.iteration < config.iterations:
-        metrics = step(config, state, data, ladder)
-        trouble = _trouble(config, metrics)
+        unread.append(denoise(setup) if state.iteration < config.denoise else step(setup))
         due = state.iteration % config.checkpoint_every == 0 or state.iteration == config.iterations
-        if trouble is None and due:
-            trouble = _bad_weights(state.network)
+        logged = state.iteration % config.log_every == 0 or state.iteration == config.iterations
+        if not (due or logged or state.iteration % check_every == 0):
+            continue
+        history = torch.stack(unread).tolist()
+        unread.clear()
+        problem = next((found for row in history if (found := trouble(config, row))), None)
+        if problem is None and due:
+            problem = bad_weights(state.network)
         now = time.perf_counter()
         state.seconds, clock = state.seconds + now - clock, now
 
-        if trouble is not None:
+        if problem is not None:
             failed, rollbacks, seconds = state.iteration, state.rollbacks, state.seconds
             if rollbacks >= config.maximum_rollbacks:
                 raise DivergenceError(
-                    f"training diverged at iteration {failed} ({trouble}) after {rollbacks} roll-backs: "
+                    f"training diverged at iteration {failed} ({problem}) after {rollbacks} roll-backs: "
                     f"lower learning_rate (now {config.learning_rate:g}) or raise energy_penalty; "
                     "the last good checkpoint is kept, --overwrite starts again"
                 )
@@ -98,7 +128,7 @@ def train(
             event = {
                 "iteration": failed,
                 "event": "roll-back",
-                "reason": trouble,
+                "reason": problem,
                 "to": state.iteration,
                 "rate_scale": state.rate_scale,
             }
@@ -107,27 +137,29 @@ def train(
                 metrics_file.restart(state.iteration, event)
             continue
 
-        if state.iteration % config.log_every == 0 or state.iteration == config.iterations:
-            metrics["seconds"] = round(state.seconds, 3)
+        if logged:
+            metrics = _metrics(config, state, history[-1])
             report(metrics)
             if metrics_file is not None:
                 metrics_file.write(metrics)
-        if config.adapt_every and state.iteration % config.adapt_every == 0:
-            state.steps.adapt()
         if due:
             saved.save(state)
-    return state, ladder
+    return state, setup.ladder
 
 
-def step(config: Config, state: TrainingState, data: Tensor, ladder: Ladder) -> dict[str, Any]:
-    """One iteration: data at random levels, chains moved, one gradient step on mean U(data) - mean U(chains)."""
+def step(setup: Setup) -> Tensor:
+    """One iteration: data at random levels, chains moved, one gradient step on mean U(data) - mean U(chains).
+
+    Returns the `MEASURES`, (4,), still on the device: nothing in here waits for it.
+    """
+    config, state, ladder, energy = setup.config, setup.state, setup.ladder, setup.engine.energy
     row = method(config.method)
     network, generator = state.network, state.generator
 
     # Data side (lines 3-4): points in shuffled order, levels uniform. DRL pairs level t with t + 1.
-    z = data[_next_batch(state, len(data), config.batch)]
+    z = setup.points(_next_batch(state, len(setup.data), config.batch))
     highest = ladder.top - 1 if row.start == "partner" else ladder.top
-    t_data = torch.randint(highest + 1, (len(z),), generator=generator)
+    t_data = torch.randint(highest + 1, (len(z),), generator=generator, device=z.device)
     x_data = ladder.diffuse(z, t_data, generator)
     partner = ladder.diffuse_up(x_data, t_data, generator) if row.start == "partner" else x_data
 
@@ -146,50 +178,73 @@ def step(config: Config, state: TrainingState, data: Tensor, ladder: Ladder) -> 
             t_data,
             partner,
             generator,
+            setup.engine.transition(kernel),
         )
-    acceptance = torch.stack([burst.steps.accept_prob for burst in negatives.bursts])
     for burst in negatives.bursts:
-        if (
-            rejecting and config.kernel == "mala"
-        ):  # an unadjusted step is always accepted, which says nothing of its size
+        if rejecting and config.kernel == "mala":  # an unadjusted step says nothing of its size
             state.steps.record(burst.level, burst.steps.accept_prob)
-        state.nonfinite += int(burst.steps.nonfinite.sum() + burst.label_nonfinite.sum())
+        state.nonfinite += (burst.steps.nonfinite.sum() + burst.label_nonfinite.sum()).long()
+    acceptance = torch.stack([burst.steps.accept_prob for burst in negatives.bursts]).mean()
+
+    # With level_rate the data take the chains' levels, so that no difference between levels is in the gap: neither its
+    # value nor its gradient is noisy by how many of either happen to be at which level. The masses of the levels are
+    # then balanced by the counts themselves, as self-adjusted mixture sampling does.
+    if config.level_rate:
+        t_data = negatives.t
+        x_data = ladder.diffuse(z, t_data, generator)
+        _balance(config, state, ladder, [*(burst.level for burst in negatives.bursts), negatives.t])
 
     # Update (line 7).
-    rate = learning_rate(config, state.iteration) * state.rate_scale
-    for group in state.optimiser.param_groups:
-        group["lr"] = rate
-    u_data = network(x_data, t_data)
-    u_chains = network(negatives.x, negatives.t)
+    u_data = energy(x_data, t_data)
+    u_chains = energy(negatives.x, negatives.t)
     gap = u_data.mean() - u_chains.mean()
     loss = gap + config.energy_penalty * (u_data.square().mean() + u_chains.square().mean())
-    state.optimiser.zero_grad(set_to_none=True)
-    loss.backward()
-    limit = config.clip if config.clip else math.inf
-    grad_norm = nn.utils.clip_grad_norm_(network.parameters(), limit)
-    if torch.isfinite(grad_norm):
-        state.optimiser.step()
-    state.iteration += 1
-    if config.average:
-        # A young average forgets faster, so that it is never dominated by the initial weights.
-        decay = min(config.average, (1 + state.iteration) / (10 + state.iteration))
-        for name, weight in network.named_parameters():
-            state.average[name].lerp_(weight.detach(), 1 - decay)
+    grad_norm = update(config, state, loss, config.trust)
+    if config.adapt_every and state.iteration % config.adapt_every == 0:
+        state.steps.adapt()
+    return torch.stack([loss.detach(), gap.detach(), grad_norm, acceptance])
+
+
+def _balance(config: Config, state: TrainingState, ladder: Ladder, visited: list[Tensor]) -> None:
+    """Raise the energy of levels that chains visit more often than their share, and lower the others."""
+    t = torch.cat(visited)
+    share = torch.full(t.shape, ladder.levels / len(t), device=t.device)
+    excess = torch.zeros(ladder.levels, device=t.device).index_add_(0, t, share) - 1
+    pace = config.level_rate * learning_rate(config, state.iteration) / config.learning_rate
+    with torch.no_grad():
+        cast(Tensor, state.network.constant).add_(pace * excess)
+
+
+def denoise(setup: Setup) -> Tensor:
+    """One iteration of the warm start; the last one balances the levels and resets optimiser and average."""
+    config, state, ladder = setup.config, setup.state, setup.ladder
+    z = setup.points(_next_batch(state, len(setup.data), config.batch))
+    t = torch.randint(ladder.levels, (len(z),), generator=state.generator, device=z.device)
+    eps = torch.randn(z.shape, generator=state.generator, device=z.device)
+    x = per_chain(ladder.abar.sqrt(), t, z) * z + per_chain(ladder.variance.sqrt(), t, z) * eps
+    loss = denoising_loss(state.network, x, t, eps, ladder.variance)
+    grad_norm = update(config, state, loss)
+    if state.iteration == config.denoise:
+        balance_levels(setup)
+        state.optimiser = optimiser(config, state.network)
+        state.average = {k: v.detach().clone() for k, v in state.network.named_parameters() if config.average}
+    return torch.stack([loss.detach(), torch.zeros_like(grad_norm), grad_norm, torch.zeros_like(grad_norm)])
+
+
+def _metrics(config: Config, state: TrainingState, measures: list[float]) -> dict[str, Any]:
     return {
         "iteration": state.iteration,
-        "loss": loss.item(),
-        "gap": gap.item(),
-        "grad_norm": grad_norm.item(),
-        "acceptance": acceptance.mean().item(),
-        "learning_rate": rate,
-        "nonfinite": state.nonfinite,
+        **dict(zip(MEASURES, measures, strict=True)),
+        "learning_rate": learning_rate(config, state.iteration - 1) * state.rate_scale,
+        "nonfinite": int(state.nonfinite),
+        "seconds": round(state.seconds, 3),
     }
 
 
 def _next_batch(state: TrainingState, size: int, batch: int) -> Tensor:
     """Indices of the next data points; a new permutation when fewer than a batch are left of the old one."""
     if state.cursor + batch > size:
-        state.order = torch.randperm(size, generator=state.generator)
+        state.order = torch.randperm(size, generator=state.generator, device=state.order.device)
         state.cursor = 0
     chosen = state.order[state.cursor : state.cursor + batch]
     state.cursor += batch
@@ -197,8 +252,8 @@ def _next_batch(state: TrainingState, size: int, batch: int) -> Tensor:
 
 
 def _check_overlap(config: Config, ladder: Ladder, data: Tensor) -> None:
-    """Chains that start as noise at level T must be able to leave it."""
-    if not method(config.method).ladder:
+    """Chains that start as noise at level T must be able to leave it. The paper's ladder is taken as it is."""
+    if not method(config.method).ladder or config.ladder == "paper":
         return
     overlap = noise_overlap(ladder, data, torch.Generator().manual_seed(config.seed + OVERLAP_SEED))
     if overlap < MINIMUM_NOISE_OVERLAP:
@@ -207,47 +262,3 @@ def _check_overlap(config: Config, ladder: Ladder, data: Tensor) -> None:
             f"{MINIMUM_NOISE_OVERLAP} is needed): standardise the data (mean {float(data.mean()):.3g} and sd "
             f"{float(data.std()):.3g} now; 0 and 1 are meant), or add noise to the last level"
         )
-
-
-def _trouble(config: Config, metrics: dict[str, Any]) -> str | None:
-    for name in ("loss", "gap", "grad_norm"):
-        if not math.isfinite(metrics[name]):
-            return f"{name} is {metrics[name]}"
-    for name, title in (("gap", "energy gap"), ("loss", "loss")):
-        if abs(metrics[name]) > config.maximum_gap:
-            return f"the {title} is {metrics[name]:.3g}, beyond maximum_gap={config.maximum_gap:g}"
-    return None
-
-
-def _bad_weights(network: nn.Module) -> str | None:
-    """Checked before a checkpoint is written, so that the last checkpoint is always a good one."""
-    for name, weight in network.named_parameters():
-        largest = float(weight.detach().abs().max()) if weight.numel() else 0.0
-        if not largest <= WEIGHT_LIMIT:  # also false for NaN
-            return f"the largest weight of {name} is {largest:.3g}"
-    return None
-
-
-class _Metrics:
-    """metrics.jsonl: a line per report. On resume, lines beyond the checkpoint (or cut by a kill) are dropped."""
-
-    def __init__(self, path: Path, iteration: int) -> None:
-        self.path = path
-        self.restart(iteration)
-
-    def restart(self, iteration: int, event: dict[str, Any] | None = None) -> None:
-        kept = []
-        for line in self.path.read_text().splitlines() if self.path.exists() else []:
-            try:
-                entry = json.loads(line)
-            except ValueError:
-                continue
-            if "event" in entry or entry["iteration"] <= iteration:
-                kept.append(line)
-        if event is not None:
-            kept.append(json.dumps(event))
-        write_atomically(self.path, "".join(line + "\n" for line in kept).encode())
-
-    def write(self, entry: dict[str, Any]) -> None:
-        with open(self.path, "a") as file:
-            file.write(json.dumps(entry) + "\n")

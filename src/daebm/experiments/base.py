@@ -88,7 +88,7 @@ def long_run(trained: Trained, x: Tensor, kernel: str, title: str, every: int = 
 def with_pilot_step(model: Model, x: Tensor, generator: torch.Generator) -> Model:
     """The model with the step of level 0 adapted to acceptance .6-.8 from x, which itself stays where it is."""
     steps = StepSizes.start(model.sigma[:1], (1e-6, 3.0), 1)
-    level = torch.zeros(len(x), dtype=torch.long)
+    level = torch.zeros(len(x), dtype=torch.long, device=x.device)
 
     def energy(y: Tensor) -> Tensor:
         u: Tensor = model.network(y, level)
@@ -97,7 +97,7 @@ def with_pilot_step(model: Model, x: Tensor, generator: torch.Generator) -> Mode
     with torch.no_grad():
         state = init(energy, x)
         for k in range(1, 1001):
-            eps = torch.randn(x.shape, generator=generator)
+            eps = torch.randn(x.shape, generator=generator, device=x.device)
             log_u = log_uniform(len(x), x, generator)
             state, info = KERNELS["mala"](energy, state, steps.sigma.float().expand(len(x)), eps, log_u)
             steps.record(level, info.accept_prob)

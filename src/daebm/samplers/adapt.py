@@ -43,9 +43,8 @@ class StepSizes:
         """Move every level with enough evidence towards the band and forget that evidence."""
         seen = self.count >= self.minimum_count
         mean = torch.where(seen, self.acceptance(), (LOW + HIGH) / 2)
-        factor = torch.ones_like(self.sigma)
-        factor[mean > HIGH] = 1 + TAU
-        factor[mean < LOW] = 1 / (1 + 2 * TAU)
-        self.sigma = (self.sigma * factor).clamp(*self.bounds)
+        sigma = torch.where(mean > HIGH, self.sigma * (1 + TAU), self.sigma)
+        sigma = torch.where(mean < LOW, self.sigma / (1 + 2 * TAU), sigma)
+        self.sigma = sigma.clamp(*self.bounds)
         self.total = torch.where(seen, 0.0, self.total)
         self.count = torch.where(seen, 0.0, self.count)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from daebm.errors import InputError
+from daebm.samplers.capture import Captured
 
 PlainEnergy = Callable[[Tensor], Tensor]
 
@@ -59,11 +60,18 @@ def energy_and_gradient(energy: PlainEnergy, x: Tensor) -> tuple[Tensor, Tensor]
     return value.detach(), grad
 
 
-def init(energy: PlainEnergy, x: Tensor) -> State:
+@cache
+def _compiled_gradient() -> Callable[[PlainEnergy, Tensor], tuple[Tensor, Tensor]]:
+    return torch.compile(energy_and_gradient, dynamic=False)
+
+
+def init(energy: PlainEnergy, x: Tensor, compile: bool = False) -> State:
     """The state at x. Call it again whenever the energy changes: a cache of another energy is a wrong sampler."""
     if x.ndim < 2:
         raise InputError(f"x must have shape (n, ...) with an event dimension, got {tuple(x.shape)}: x.unsqueeze(1)?")
-    return State(x.detach(), *energy_and_gradient(energy, x))
+    evaluate = _compiled_gradient() if compile and x.is_cuda else energy_and_gradient
+    with torch.no_grad():  # the gradient with respect to x is asked for inside
+        return State(x.detach(), *evaluate(energy, x))
 
 
 def mala(energy: PlainEnergy, state: State, sigma: Tensor, eps: Tensor, log_u: Tensor) -> tuple[State, Info]:
@@ -114,7 +122,8 @@ def log_uniform(n: int, like: Tensor, generator: torch.Generator | None) -> Tens
 
 
 KERNELS: dict[str, Kernel] = {"langevin": langevin, "mala": mala}
-UNROLL = 4  # compiled steps per call: a quarter of the call overhead, and a compilation of seconds, not minutes
+GRAPH_STEPS = 50  # steps in one CUDA graph of a long run
+UNROLL = 4  # compiled steps per call on a CPU: a quarter of the call overhead, and a compilation of seconds
 
 
 def _advance(
@@ -132,6 +141,34 @@ def _compiled_advance() -> Callable[..., tuple[State, Info]]:
     return torch.compile(_advance, dynamic=False)
 
 
+def take_steps(
+    kernel: Kernel,
+    energy: PlainEnergy,
+    state: State,
+    sigma: Tensor,
+    steps: int,
+    generator: torch.Generator | None,
+    compile: bool,
+) -> tuple[State, Info]:
+    """``steps`` steps with sigma (n,); infos are sums over them. Reads nothing back from the device."""
+    x = state.x
+    # On a GPU the steps are captured in a graph: unrolling would only make the compilation longer.
+    together = UNROLL if compile and not x.is_cuda else 1
+    advance = _compiled_advance() if compile else _advance
+    total = Info(torch.zeros_like(state.energy), torch.zeros_like(state.energy))
+    for done in range(0, steps, together):
+        noise = [
+            (
+                torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device),
+                log_uniform(len(x), x, generator),
+            )
+            for _ in range(min(together, steps - done))
+        ]
+        with torch.no_grad():
+            state, total = advance(kernel, energy, state, sigma, noise, total)
+    return state, total
+
+
 def run(
     kernel: Kernel,
     energy: PlainEnergy,
@@ -146,7 +183,8 @@ def run(
     """Take ``steps`` steps from x; returns the final x, mean acceptance probability and refusal count per chain.
 
     ``observe(k, state)`` is called after each ``every``-th step k. ``compile`` takes the same steps with the same
-    noise through compiled code, up to rounding: worth its seconds of compilation from thousands of steps on.
+    noise through compiled code, up to rounding: worth its seconds of compilation from thousands of steps on. On a
+    GPU it also captures them in a graph.
     """
     if steps < 1:
         raise InputError(f"steps must be at least 1, got {steps}")
@@ -157,22 +195,25 @@ def run(
     if not bool((torch.isfinite(sigma) & (sigma > 0)).all()):
         raise InputError(f"sigma must be positive, got {sigma[~(sigma > 0)][0] if sigma.ndim else sigma:g}")
     sigma = sigma.expand(len(x))
-    total = Info(torch.zeros_like(state.energy), torch.zeros_like(state.energy))
-    advance = _compiled_advance() if compile else _advance
+
+    accepted, refused = torch.zeros_like(state.energy), torch.zeros_like(state.energy)
+    stride = every if observe is not None else steps
+    if compile and x.is_cuda:
+        stride = min(stride, GRAPH_STEPS)
+    moves: dict[int, Callable[..., tuple[State, Info]]] = {}
     done = 0
     while done < steps:
-        until_seen = every - done % every if observe is not None else steps
-        count = min(UNROLL if compile else 1, steps - done, until_seen)
-        noise = [
-            (
-                torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device),
-                log_uniform(len(x), x, generator),
-            )
-            for _ in range(count)
-        ]
-        with torch.no_grad():
-            state, total = advance(kernel, energy, state, sigma, noise, total)
+        count = min(stride, steps - done, every - done % every if observe is not None else steps)
+        if count not in moves:
+
+            def move(*now: Tensor, count: int = count) -> tuple[State, Info]:
+                return take_steps(kernel, energy, State(*now), sigma, count, generator, compile)
+
+            captured = compile and x.is_cuda and generator is not None
+            moves[count] = Captured(move, cast(torch.Generator, generator)) if captured else move
+        state, info = moves[count](*state)
+        accepted, refused = accepted + info.accept_prob, refused + info.nonfinite
         done += count
         if observe is not None and done % every == 0:
             observe(done, state)
-    return state.x, Info(total.accept_prob / steps, total.nonfinite)
+    return state.x, Info(accepted / steps, refused)

@@ -31,10 +31,15 @@ LabelMove = Callable[[Energy, Tensor, Tensor, "torch.Generator | None"], LabelIn
 
 
 def label_energies(energy: Energy, x: Tensor, labels: Tensor) -> Tensor:
-    """U(x_i, labels_ij), shape (n, b), in one evaluation of n * b points."""
+    """U(x_i, labels_ij), shape (n, b), in one evaluation of n * b points.
+
+    An energy with a method ``of_labels(x, labels)`` is asked there: a network can compute once what does not see t.
+    """
     n, b = labels.shape
-    repeated = x.unsqueeze(1).expand(n, b, *x.shape[1:]).reshape(n * b, *x.shape[1:])
     with torch.no_grad():
+        if hasattr(energy, "of_labels"):
+            return energy.of_labels(x, labels)  # type: ignore[no-any-return]
+        repeated = x.unsqueeze(1).expand(n, b, *x.shape[1:]).reshape(n * b, *x.shape[1:])
         u = energy(repeated, labels.reshape(-1))
     if u.shape != (n * b,):
         raise InputError(f"an energy must return shape {(n * b,)} for {n * b} points, but it returned {tuple(u.shape)}")
@@ -139,12 +144,34 @@ def transition(
 
     Costs steps + 1 gradients, and the forwards of the label move.
     """
+    if steps < 1:
+        raise InputError(f"steps must be at least 1, got {steps}")
     if sigma.ndim != 1 or int(t.min()) < 0 or int(t.max()) >= len(sigma):
         raise InputError(
             f"sigma must hold a step size per level, and t lie among them: got sigma of shape {tuple(sigma.shape)} "
             f"and t in {int(t.min())}..{int(t.max())}"
         )
-    at_level = sigma[t].to(x.dtype)
-    x, info = langevin.run(kernel, lambda y: energy(y, t), x, at_level, steps, generator, compile=compile)
-    label = move(energy, x, t, generator)
-    return x, label.t, TransitionInfo(t, info, label.nonfinite)
+    at_level = sigma[t]
+    if not bool((torch.isfinite(at_level) & (at_level > 0)).all()):
+        raise InputError(f"sigma must be positive, got {at_level[~(at_level > 0)][0]:g}")
+    return unchecked_transition(kernel, energy, x, t, sigma, steps, move, generator, compile)
+
+
+def unchecked_transition(
+    kernel: Kernel,
+    energy: Energy,
+    x: Tensor,
+    t: Tensor,
+    sigma: Tensor,
+    steps: int,
+    move: LabelMove,
+    generator: torch.Generator | None,
+    compile: bool,
+) -> tuple[Tensor, Tensor, TransitionInfo]:
+    """`transition` without its checks, which would read from the device: this can be captured in a graph."""
+    state = langevin.init(lambda y: energy(y, t), x, compile)
+    state, info = langevin.take_steps(
+        kernel, lambda y: energy(y, t), state, sigma[t].to(x.dtype), steps, generator, compile
+    )
+    label = move(energy, state.x, t, generator)
+    return state.x, label.t, TransitionInfo(t, Info(info.accept_prob / steps, info.nonfinite), label.nonfinite)

@@ -1,0 +1,283 @@
+"""Fashion-MNIST and MNIST: does the chain move over all levels, is every level's energy right, are samples images?"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from daebm import sampling
+from daebm.config import Config, PresetTable
+from daebm.data import Dataset, to_unit_range
+from daebm.errors import InputError
+from daebm.experiments.base import Arrays, Column, Experiment, Summary, Trained, long_run, progress
+from daebm.experiments.image_figures import TREATMENT, Floats, compare, figures
+from daebm.images import load_images
+from daebm.model import Model
+from daebm.samplers.adapt import StepSizes
+from daebm.samplers.mgms import transition
+from daebm.spacing import neighbour_acceptance
+
+HELD_OUT = 5000  # the last so many training images; the test split is for final results alone
+ANNEALED_STEPS = 10  # per level, on the way down from noise
+STORE_CHAINS = 500  # at most so many of the store are moved on; bounds memory
+SNAPSHOTS = 10  # of the moving chains, over the second half of their way
+PER_LEVEL = 1000  # diffused held-out images whose energy stands for a level's
+ROWS = 500  # images per network evaluation; bounds memory
+SHOWN = 60  # pictures kept of a kind
+
+GPU: dict[str, Any] = {"device": "cuda", "precision": "tf32", "compile": True}
+BOOKS: dict[str, Any] = {"log_every": 100, "post_chains": 64, "long_run_chains": 40}
+# Appendix E.3. The rate falls linearly over the last 48,000 iterations (to 0; the paper: to a factor of 1e-5).
+PAPER_PLAIN: dict[str, Any] = (
+    GPU
+    | BOOKS
+    | {"network": "resnet", "width": 128, "hidden": 1, "standardise": False, "floor": 0.03}
+    | {"batch": 200, "store": 50_000, "start": "noise", "steps": 40, "step_size": 0.005, "adapt_every": 0}
+    | {"learning_rate": 2e-5, "beta1": 0.0, "iterations": 120_000, "warm_up": 6000, "decay_start": 0.6}
+    | {"checkpoint_every": 3000, "long_run_steps": 100_000}
+)
+PAPER_LEVELS: dict[str, Any] = {"ladder": "paper", "top": 50, "delta_first": 0.0002, "delta_last": 0.02, "floor": 0.0}
+# Steps start at .01 in the paper and .1 in its code, at every level alike; here .1 is times the level's increment.
+PAPER: dict[str, Any] = (
+    PAPER_LEVELS
+    | {"dequantise": True, "learning_rate": 1e-5, "bursts": 1, "label_move": "full"}
+    | {"step_size": 0.1, "adapt_every": 100, "reject_from": 6000}
+)
+# The floor is .1 in data units, over Fashion-MNIST's sd of .71: labels travel over 55 levels, not 84 as with .03. Level
+# T must overlap the noise that samples start from: with a last variance of .95 by .05 only, with .99 by .39.
+# Denoising first: after 3,000 iterations annealed samples from noise are garments, which likelihood alone is far from.
+OURS: dict[str, Any] = (
+    GPU
+    | BOOKS
+    | {"network": "level-resnet", "width": 64, "hidden": 1}
+    | {"ladder": "overlap", "overlap": 0.4, "floor": 0.1417, "last_variance": 0.99}
+    | {"batch": 200, "store": 4000, "start": "data", "steps": 3, "bursts": 3, "label_move": "block", "block": 4}
+    | {"denoise": 3000, "denoise_rate": 1e-3, "learning_rate": 1e-5, "warm_up": 200, "decay_start": 0.6}
+    | {"iterations": 20_000, "trust": 0.15, "level_rate": 0.05, "average": 0.999}
+    | {"step_size": 0.5, "adapt_every": 20, "checkpoint_every": 1000, "long_run_steps": 2000}
+)
+# The plain EBMs and DRL on the same network, data and rate, with the paper's chains. Not tuned.
+OTHERS: dict[str, Any] = OURS | {"steps": 40, "bursts": 1, "step_size": 0.005, "adapt_every": 0, "level_rate": 0.0}
+DRL: dict[str, Any] = {"step_size": 0.02}
+QUICK: dict[str, Any] = (
+    {"device": "cpu", "precision": "fp32", "compile": False, "width": 8, "train_size": 500}
+    | {"ladder": "geometric", "top": 6, "denoise": 2}
+    | {"iterations": 8, "batch": 20, "store": 40, "steps": 3, "warm_up": 2, "adapt_every": 2}
+    | {"log_every": 2, "checkpoint_every": 3, "post_chains": 20, "post_transitions": 20}
+    | {"long_run_chains": 20, "long_run_steps": 20}
+)
+PRESETS: PresetTable = {
+    "default": {"all": OTHERS, "drl": DRL, "da": OURS},
+    "quick": {"all": OTHERS | QUICK, "drl": DRL, "da": OURS | QUICK},
+    "paper": {
+        "all": PAPER_PLAIN,
+        "noise": {"learning_rate": 5e-6, "steps": 80},
+        "drl": PAPER_LEVELS | DRL | {"learning_rate": 2e-4, "beta1": 0.9},
+        "da": PAPER,
+    },
+}
+
+
+def dataset(name: str, config: Config) -> Dataset:
+    """Bytes of the training split alone: the last 5,000 held out, the first ``train_size`` (0 is all) of the rest."""
+    images, labels = (torch.from_numpy(part) for part in load_images(name, "train"))
+    available = len(images) - HELD_OUT
+    if config.train_size > available:
+        raise InputError(f"train_size must be at most {available} for {name}, got {config.train_size}")
+    size = config.train_size or available
+    images = images.unsqueeze(1)
+    shift, scale = 0.0, 1.0
+    if config.standardise:  # from the histogram of the bytes: exact, and without 43 million float64
+        count = torch.bincount(images[:size].flatten(), minlength=256).double()
+        grey = to_unit_range(torch.arange(256, dtype=torch.uint8)).double()
+        shift = float((count * grey).sum() / count.sum())
+        scale = math.sqrt(float((count * (grey - shift).square()).sum() / count.sum()))
+    return Dataset(name, images[:size], images[available:], shift, scale, labels[:size], labels[available:])
+
+
+class Walk(NamedTuple):
+    """Draws (x, t) of moving chains pooled over snapshots, the chain of each, and MALA acceptance by level."""
+
+    x: Tensor
+    t: Tensor
+    chain: Tensor
+    acceptance: Tensor
+    gradients: int
+
+
+def walk(trained: Trained, x: Tensor, t: Tensor) -> Walk:
+    """The config's ``post_transitions`` from (x, t) with frozen weights and steps; the first half is burn-in."""
+    model, config = trained.model, trained.config
+    kernel, energy, _ladder, sigma, steps, move = model.sampler()
+    seen = StepSizes.start(sigma, (config.step_minimum, config.step_maximum), 1)  # its sums only: nothing adapts
+    total = config.post_transitions
+    every = max(1, total // (2 * SNAPSHOTS))
+    draws = []
+    with progress("transitions", total) as bar:
+        for left in range(total - 1, -1, -1):
+            x, t, info = transition(kernel, energy, x, t, sigma, steps, move, trained.generator)
+            if 2 * left < total:
+                seen.record(info.level, info.steps.accept_prob)
+                if left % every == 0:
+                    draws.append((x, t))
+            bar.update()
+    chain = torch.arange(len(x), device=x.device).repeat(len(draws))
+    pooled_x, pooled_t = (torch.cat(part) for part in zip(*draws, strict=True))
+    return Walk(pooled_x, pooled_t, chain, seen.acceptance(), total * (steps + 1) * len(x))
+
+
+def at_zero(walked: Walk) -> Tensor:
+    """The latest draw at t = 0 of each chain that has one: two of the same chain would look alike."""
+    there = (walked.t == 0).nonzero().squeeze(1).flip(0).cpu()
+    _chains, latest = np.unique(walked.chain.cpu()[there].numpy(), return_index=True)
+    return walked.x[there[torch.from_numpy(latest)].to(walked.x.device)]
+
+
+def diffused(trained: Trained, images: Tensor, level: int = 0) -> Tensor:
+    """Images at a level, in training units on the model's device; level 0 has the floor's noise."""
+    device = trained.model.device
+    z = trained.dataset.standardise(images.to(device), trained.generator if trained.config.dequantise else None)
+    return trained.model.ladder.diffuse(z, torch.full((len(z),), level, device=device), trained.generator)
+
+
+def energies(model: Model, x: Tensor, t: Tensor | int = 0) -> Tensor:
+    """U(x, t) of standardised x, as float64 on the CPU."""
+    level = torch.as_tensor(t, device=x.device).expand(len(x))
+    starts = range(0, max(len(x), 1), ROWS)
+    with torch.no_grad():
+        return torch.cat([model.network(x[i : i + ROWS], level[i : i + ROWS]) for i in starts]).double().cpu()
+
+
+def level_measures(trained: Trained, walked: Walk) -> Summary:
+    """Chains against diffused held-out images, level by level; NaN where fewer than two chains have been.
+
+    The mean is that of all pixels, the variance that of a pixel averaged over pixels; the held-out ones are exact,
+    not of diffused draws. Draws of one chain are dependent: the gap's standard error adds up each chain's first.
+    """
+    model, ladder, held = trained.model, trained.model.ladder, trained.dataset.held_out
+    z = trained.dataset.standardise(held)
+    clean_mean, clean_variance = float(z.mean()), float(z.var(0).mean())
+    u_chains, t, chain = energies(model, walked.x, walked.t), walked.t.cpu(), walked.chain.cpu()
+    rows = []
+    for level, (abar, noise) in enumerate(zip(ladder.abar.tolist(), ladder.variance.tolist(), strict=True)):
+        own = t == level
+        names, index = torch.unique(chain[own], return_inverse=True)
+        if len(names) < 2:
+            rows.append((math.nan,) * 4)
+            continue
+        x, u = walked.x[own.to(walked.x.device)], u_chains[own]
+        u_held = energies(model, diffused(trained, held[:PER_LEVEL], level), level)
+        variance = abar * clean_variance + noise
+        spread = torch.bincount(index, u - u.mean()).square().sum() * len(names) / (len(names) - 1)
+        difference = abs(float(x.mean()) - math.sqrt(abar) * clean_mean) / math.sqrt(variance)
+        se = math.sqrt(float(u_held.var() / len(u_held) + spread / len(u) ** 2))
+        rows.append((difference, float(x.var(0).mean()) / variance, float(u_held.mean() - u.mean()), se))
+    columns = [list(column) for column in zip(*rows, strict=True)]
+    measures: Summary = {
+        "label_share_by_level": (torch.bincount(t, minlength=ladder.levels) * ladder.levels / len(t)).tolist(),
+        "acceptance_by_level": walked.acceptance.tolist(),
+        **dict(
+            zip(("mean_difference_by_level", "variance_ratio_by_level", "energy_gap_by_level"), columns, strict=False)
+        ),
+    }
+    ranges = {key.replace("_by_level", "_range"): _range(values) for key, values in measures.items()}
+    edges = neighbour_acceptance(model.network, walked.x, walked.t, ladder.top).tolist()
+    overlap = {"neighbour_acceptance": edges, "neighbour_acceptance_minimum": _range(edges)[0]}
+    return measures | ranges | overlap | {"energy_gap_se_by_level": columns[3]}
+
+
+def _range(values: list[float]) -> list[float]:
+    """Least and largest of those that were measured."""
+    known = [v for v in values if math.isfinite(v)]
+    return [min(known), max(known)] if known else [math.nan, math.nan]
+
+
+def _mean_and_se(a: Tensor, b: Tensor) -> tuple[float, float]:
+    """mean a - mean b of independent draws, with its standard error."""
+    return float(a.mean() - b.mean()), math.sqrt(float(a.var() / len(a) + b.var() / len(b)))
+
+
+def evaluate(trained: Trained) -> tuple[Summary, Arrays]:
+    """Levels (for da), samples from noise, a long run from held-out images, and energies of all of them."""
+    model, config, data, generator = trained.model, trained.config, trained.dataset, trained.generator
+    held, train = (diffused(trained, x[:HELD_OUT]) for x in (data.held_out, data.train))
+    summary: Summary = {"pictures": TREATMENT}
+    shown, at_0 = {"real": held[-SHOWN:]}, {"train": train, "held_out": held}
+    arrays: Arrays = {}
+    if config.method == "da":
+        chains, trips = trained.chains, trained.chains.trips.double()
+        slots = chains.draw(min(STORE_CHAINS, len(chains)), generator)
+        walked = walk(trained, chains.x[slots], chains.t[slots])
+        transitions = config.iterations * config.bursts * config.batch / len(chains)
+        low, high = config.step_minimum, config.step_maximum
+        summary |= level_measures(trained, walked) | {
+            "steps_at_bound": int(((model.sigma <= low) | (model.sigma >= high)).sum()),
+            "round_trips_per_chain": float(trips.mean()),
+            "round_trips_median": float(trips.median()),
+            "round_trips_per_1000_transitions": 1000 * float(trips.mean()) / transitions,
+        }
+        with torch.no_grad():
+            noise = sampling.from_noise(model.sampler(), model.event, config.post_chains, generator)
+            start = sampling.annealed(model.sampler(), noise, ANNEALED_STEPS, generator)
+        drawn = walk(trained, start.x, start.t)
+        samples, gradients = at_zero(drawn), start.gradients + drawn.gradients
+        summary["annealed_gradients_per_sample"] = start.gradients / len(start.x)
+        shown |= {"store": at_zero(walked), "annealed": start.x}
+        at_0 |= {"store": walked.x[walked.t == 0], "samples": drawn.x[drawn.t == 0]}
+        arrays["trips"] = trained.chains.trips.cpu().numpy()
+    else:
+        samples, _t, gradients = model.draw(config.post_chains, generator)
+        at_0["samples"] = samples
+    summary |= {"samples_from_noise": len(samples), "gradients_per_sample": gradients / max(len(samples), 1)}
+    if not len(samples):
+        summary["gradients_per_sample"] = math.nan
+        summary["samples_note"] = f"none of {config.post_chains} chains from noise was seen at t = 0"
+    every = max(1, config.long_run_steps // 50)
+    end, along, info = long_run(trained, held[: config.long_run_chains], config.kernel, "long run", every)
+    shown |= {"samples": samples, "long_run_start": held[: config.long_run_chains], "long_run": end}
+    u = {key: energies(model, x) for key, x in (at_0 | {"long_run": end}).items()}
+    summary["held_out_gap"], summary["held_out_gap_se"] = _mean_and_se(u["held_out"], u["train"])
+    shift = _mean_and_se(u["long_run"], u["held_out"])
+    summary["long_run_energy_shift"], summary["long_run_energy_shift_se"] = shift
+    summary["long_run_acceptance"] = float(info.accept_prob.mean())
+    summary["long_run_refused"] = int(info.nonfinite.sum())
+    arrays |= {key: _pictures(model, x[:SHOWN]) for key, x in shown.items()}
+    arrays |= {f"energy_{key}": value.numpy() for key, value in u.items()}
+    arrays |= {"along": along.cpu().numpy(), "along_step": every * np.arange(1, len(along) + 1)}
+    return summary, arrays
+
+
+def _pictures(model: Model, x: Tensor) -> Floats:
+    """(n, 28, 28) in data units, as TREATMENT says."""
+    clean: Floats = model.to_data(model.cleaned(x)).clamp(-1, 1).squeeze(1).cpu().numpy()
+    return clean
+
+
+COLUMNS = (
+    Column("label_share_range", "label share / uniform, range", "1 1"),
+    Column("acceptance_range", "acceptance, range"),
+    Column("neighbour_acceptance_minimum", "neighbour acceptance, least"),
+    Column("mean_difference_range", "pixel mean off by, sd", "0 0"),
+    Column("variance_ratio_range", "pixel variance ratio, range", "1 1"),
+    Column("energy_gap_range", "energy gap by level, nats", "0 0"),
+    Column("round_trips_per_chain", "label round trips a chain"),
+    Column("round_trips_per_1000_transitions", "round trips per 1,000 transitions"),
+    Column("samples_from_noise", "samples from noise"),
+    Column("gradients_per_sample", "gradients a sample"),
+    Column("long_run_energy_shift", "long run, mean U - held-out, nats", "0"),
+    Column("held_out_gap", "U held-out - U train, nats", "0"),
+    Column("train_seconds", "training, s"),
+)
+
+
+def image_experiment(name: str, title: str) -> Experiment:
+    return Experiment(name, title, PRESETS, partial(dataset, name), evaluate, figures, compare, COLUMNS)
+
+
+FASHION_MNIST = image_experiment("fashion-mnist", "Fashion-MNIST: levels, samples from noise, long runs")
+MNIST = image_experiment("mnist", "MNIST: levels, samples from noise, long runs")

@@ -1,0 +1,148 @@
+"""Residual networks for images: x of shape (n, c, h, w), t of shape (n,), to U of shape (n,)."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from daebm.errors import InputError
+from daebm.ladder import Ladder
+from daebm.networks import DiffusedGaussian
+
+MULTIPLIERS = (1, 2, 2, 2)  # channels at full, half, quarter and eighth resolution, in units of the width
+LABEL_VALUES = 1 << 28  # values of one feature map in a label draw: bounds memory to some GiB
+
+
+class Block(nn.Module):
+    """x + conv(SiLU(conv(SiLU(x)) + shift_t)); the skip is a 3x3 convolution where the channels change."""
+
+    def __init__(self, channels: int, out: int, time: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(channels, out, 3, padding=1)
+        self.second = nn.Conv2d(out, out, 3, padding=1)
+        self.skip = nn.Conv2d(channels, out, 3, padding=1) if out != channels else None
+        self.shift = nn.Linear(time, out)
+
+
+class ResNet(nn.Module):
+    """The paper's image network (its appendix E.3 and released code): no normalisation, 4,756,864 parameters.
+
+    A 3x3 convolution on the image padded to a multiple of 8 (28 to 32, with zeros), one block or more per resolution,
+    2x2 means between them, SiLU, a sum over the last map, and the inner product with a vector that depends on t. The
+    level enters every block through a sinusoidal embedding.
+
+    ``compute`` is the type that convolutions work in. Sums along the residual stream, the level's part and the energy
+    are float32 always: only the products are allowed to be coarse.
+    """
+
+    frequencies: Tensor
+
+    def __init__(self, event: tuple[int, ...], levels: int, width: int = 128, depth: int = 1) -> None:
+        super().__init__()
+        if len(event) != 3:
+            raise InputError(f"an image network takes events of shape (c, h, w), got {event}")
+        if width < 4 or width % 2:
+            raise InputError(f"an image network needs an even width of at least 4, got width={width}")
+        self.event, self.levels, self.compute = event, levels, torch.float32
+        missing = [-size % 2 ** (len(MULTIPLIERS) - 1) for size in event[:0:-1]]  # width first, as F.pad wants it
+        self.padding = [side for m in missing for side in (m // 2 + 1, m - m // 2 + 1)]
+        half, time = width // 2, 4 * width
+        self.register_buffer("frequencies", torch.exp(-math.log(1e4) * torch.arange(half) / (half - 1)))
+        self.embed = nn.ModuleList([nn.Linear(width, time), nn.Linear(time, time)])
+        self.stem = nn.Conv2d(event[0], width, 3)
+        sizes = [width] + [multiplier * width for multiplier in MULTIPLIERS for _ in range(depth)]
+        self.depth, channels = depth, sizes[-1]
+        self._blocks = nn.ModuleList(Block(a, b, time) for a, b in pairwise(sizes))
+        self.head = nn.Linear(time, channels)
+        for part in self.modules():
+            if isinstance(part, nn.Conv2d | nn.Linear):
+                nn.init.kaiming_normal_(part.weight, nonlinearity="linear")
+                nn.init.zeros_(cast(Tensor, part.bias))
+        self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    @property
+    def blocks(self) -> list[Block]:
+        return [cast(Block, block) for block in self._blocks]
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        h, c = self._shared(x)
+        return self._rest(h, c, self._time()[t])
+
+    def of_labels(self, x: Tensor, labels: Tensor) -> Tensor:
+        """U(x_i, labels_ij), shape (n, b). The stem and the first convolution do not see t and are computed once."""
+        h, c = self._shared(x)
+        time = self._time()
+
+        def some(part: Tensor) -> Tensor:
+            rows = part.shape[1]
+            h_rows, c_rows = (v.unsqueeze(1).expand(-1, rows, -1, -1, -1).flatten(0, 1) for v in (h, c))
+            return self._rest(h_rows, c_rows, time[part.flatten()]).reshape(part.shape)
+
+        together = max(1, LABEL_VALUES // h.numel())
+        return torch.cat([some(labels[:, i : i + together]) for i in range(0, labels.shape[1], together)], dim=1)
+
+    def _shared(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """What does not see the level: the stem's map and the first convolution of the first block."""
+        # Few input channels are little work: a float32 product of patches sees every pixel unrounded.
+        x = F.pad(x, self.padding)
+        height, width = x.shape[2] - 2, x.shape[3] - 2
+        near = [x[:, :, i : i + height, j : j + width] for i in range(3) for j in range(3)]
+        patches = torch.stack(near, dim=4).permute(0, 2, 3, 1, 4).flatten(3)  # (n, height, width, 9 c)
+        h = F.linear(patches, self.stem.weight.flatten(1), self.stem.bias).permute(0, 3, 1, 2)
+        return h, self._convolve(self.blocks[0].first, F.silu(h))
+
+    def _rest(self, h: Tensor, c: Tensor, time: Tensor) -> Tensor:
+        for i, block in enumerate(self.blocks):
+            if i and i % self.depth == 0:
+                h = F.avg_pool2d(h, 2)
+            if i:
+                c = self._convolve(block.first, F.silu(h))
+            c = self._convolve(block.second, F.silu(c + block.shift(time)[:, :, None, None]))
+            h = c + (h if block.skip is None else self._convolve(block.skip, h))
+        u: Tensor = -(F.silu(h).flatten(2).sum(2) * self.head(time)).sum(1)
+        return u
+
+    def _convolve(self, layer: nn.Conv2d, x: Tensor) -> Tensor:
+        if self.compute == torch.float32:
+            return cast(Tensor, layer(x))
+        assert layer.bias is not None
+        weight, bias = layer.weight.to(self.compute), layer.bias.to(self.compute)
+        return F.conv2d(x.to(self.compute), weight, bias, padding=layer.padding).float()
+
+    def _time(self) -> Tensor:
+        """SiLU of the embedding of every level, (T + 1, 4 width)."""
+        angle = torch.arange(self.levels, device=self.frequencies.device).unsqueeze(1) * self.frequencies
+        wave = torch.cat([angle.sin(), angle.cos()], dim=1)
+        return F.silu(self.embed[1](F.silu(self.embed[0](wave))))
+
+
+class LevelResNet(nn.Module):
+    """Ours for images: the data's own diffused Gaussian at every level, corrected by the paper's network.
+
+    U(x, t) = 1/2 |C_t^(-1/2) (x - m_t)|^2 + 1/2 log det C_t + f(x, t) / sqrt(v_t) + c_t
+
+    The correction starts at zero, so that the model begins as a normalised density whose labels mix, and weighs most
+    where the noise is least, as the slope of the true energy does.
+    """
+
+    gain: Tensor
+
+    def __init__(self, data: Tensor, ladder: Ladder, width: int = 128, depth: int = 1) -> None:
+        super().__init__()
+        self.base = DiffusedGaussian(data, ladder)
+        self.inner = ResNet(tuple(data.shape[1:]), ladder.levels, width, depth)
+        nn.init.zeros_(self.inner.head.weight)
+        self.constant = nn.Parameter(torch.zeros(ladder.levels))
+        self.register_buffer("gain", self.base.noise.rsqrt().float())
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        return cast(Tensor, self.base(x, t) + self.gain[t] * self.inner(x, t) + self.constant[t])
+
+    def of_labels(self, x: Tensor, labels: Tensor) -> Tensor:
+        learned = self.inner.of_labels(x, labels) * self.gain[labels] + self.constant[labels]
+        return self.base.of_labels(x, labels) + learned

@@ -1,0 +1,66 @@
+"""One update of the weights: learning rate, clipping, the trust limit, the weight average."""
+
+from __future__ import annotations
+
+import math
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from daebm.config import Config
+from daebm.state import TrainingState
+
+
+def learning_rate(config: Config, iteration: int) -> float:
+    """Linear warm-up, then a staircase at the milestones or, without any, constant and linear to zero.
+
+    A warm start by denoising comes before that, with a rate of its own that falls linearly to zero.
+    """
+    if iteration < config.denoise:
+        return config.denoise_rate * min(1.0, (iteration + 1) / 100) * (1 - iteration / config.denoise)
+    iteration -= config.denoise
+    share = iteration / (config.iterations - config.denoise)
+    rate = config.learning_rate * min(1.0, (iteration + 1) / (config.warm_up + 1))
+    if config.milestones:
+        return float(rate * config.decay_factor ** sum(share >= m for m in config.milestones))
+    return rate * min(1.0, (1 - share) / max(1 - config.decay_start, 1e-12))
+
+
+def update(config: Config, state: TrainingState, loss: Tensor, trust: float = 0.0) -> Tensor:
+    """A step of the optimiser and of the weight average; returns the norm of the gradient.
+
+    Chains can only follow an energy that changes slowly. ``trust`` bounds, in nats, by how much the step lowers the
+    loss to first order: Adam's rate says nothing of that, its steps have the same size whatever the gradient.
+    """
+    rate = learning_rate(config, state.iteration) * state.rate_scale
+    for group in state.optimiser.param_groups:
+        group["lr"] = rate
+    state.optimiser.zero_grad(set_to_none=True)
+    torch.autograd.backward(loss)
+    limit = config.clip if config.clip else math.inf
+    grad_norm = nn.utils.clip_grad_norm_(state.network.parameters(), limit)
+    if loss.is_cuda or torch.isfinite(grad_norm):  # on a GPU asking would wait: there the loop finds it and rolls back
+        moved = [weight for weight in state.network.parameters() if weight.grad is not None]
+        before = [weight.detach().clone() for weight in moved] if trust else []
+        state.optimiser.step()
+        if trust:
+            _shorten(moved, before, trust)
+    state.iteration += 1
+    if config.average:
+        # A young average forgets faster, so that it is never dominated by the initial weights.
+        age = state.iteration - config.denoise if state.iteration > config.denoise else state.iteration
+        decay = min(config.average, (1 + age) / (10 + age))
+        for name, weight in state.network.named_parameters():
+            state.average[name].lerp_(weight.detach(), 1 - decay)
+    return grad_norm
+
+
+def _shorten(weights: list[nn.Parameter], before: list[Tensor], trust: float) -> None:
+    """Take back that part of a step which lowers the loss, to first order, by more than ``trust``."""
+    with torch.no_grad():
+        steps = [weight - old for weight, old in zip(weights, before, strict=True)]
+        slopes = [(step * cast(Tensor, weight.grad)).sum() for step, weight in zip(steps, weights, strict=True)]
+        kept = (trust / torch.stack(slopes).sum().abs()).clamp(max=1)
+        for weight, old, step in zip(weights, before, steps, strict=True):
+            weight.copy_(old + kept * step)

@@ -1,0 +1,140 @@
+"""The samplers through the compiled and captured path on a GPU, in every precision: exact starts, planted faults."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from daebm.engine import HALF, set_precision
+from daebm.precision import check_precision
+from daebm.samplers import langevin, mgms
+from daebm.samplers.capture import Captured
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+N, CHANNELS, SIDE, LEVELS = 4096, 4, 6, 5
+DIMENSION = CHANNELS * SIDE * SIDE
+VARIANCE = torch.logspace(-1, 0, LEVELS, dtype=torch.float64) ** (1 / 2)
+
+
+class Rotated(nn.Module):
+    """U(x, t) = |R x|^2 / (2 v_t) + d/2 log v_t for a rotation R of the channels, done as a convolution.
+
+    In exact arithmetic p(x | t) = N(0, v_t I) and p(t) is uniform, whatever R is; the convolution works in the
+    precision under test.
+    """
+
+    rotation: Tensor
+    variance: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.compute = torch.float32
+        turned, _ = torch.linalg.qr(torch.randn(CHANNELS, CHANNELS, generator=torch.Generator().manual_seed(3)))
+        self.register_buffer("rotation", turned[:, :, None, None].contiguous())
+        self.register_buffer("variance", VARIANCE.float())
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        y = F.conv2d(x.to(self.compute), self.rotation.to(self.compute)).float()
+        v = self.variance[t]
+        return y.square().flatten(1).sum(1) / (2 * v) + DIMENSION / 2 * v.log()
+
+
+def exact_start(seed: int) -> tuple[Tensor, Tensor, torch.Generator]:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    t = torch.randint(LEVELS, (N,), generator=generator, device="cuda")
+    sd = VARIANCE.float().sqrt().cuda()[t].reshape(-1, 1, 1, 1)
+    return sd * torch.randn(N, CHANNELS, SIDE, SIDE, generator=generator, device="cuda"), t, generator
+
+
+def worst_z(x: Tensor, t: Tensor) -> float:
+    """The largest |z| over level counts and the mean square of x at each level: binomial and chi-square sds."""
+    worst = 0.0
+    for k in range(LEVELS):
+        count = int((t == k).sum())
+        worst = max(worst, abs(count - N / LEVELS) / math.sqrt(N / LEVELS * (1 - 1 / LEVELS)))
+        square = x[t == k].double().square().mean() / float(VARIANCE[k])
+        worst = max(worst, abs(float(square) - 1) / math.sqrt(2 / (count * DIMENSION)))
+    return worst
+
+
+SIGMA = 0.55 * VARIANCE.sqrt()  # about .7 accepted in 144 dimensions
+
+
+def captured(network: nn.Module, move: mgms.LabelMove, generator: torch.Generator, steps: int = 3) -> Captured:
+    sigma = SIGMA.cuda()
+
+    def transition(x: Tensor, t: Tensor) -> tuple[Tensor, Tensor, mgms.TransitionInfo]:
+        return mgms.unchecked_transition(langevin.mala, network, x, t, sigma, steps, move, generator, compile=True)
+
+    return Captured(transition, generator)
+
+
+MOVES = {"full": mgms.full(LEVELS - 1), "block": mgms.block(LEVELS - 1, 2), "local": mgms.local(LEVELS - 1)}
+
+
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "fp16"])
+def test_exact_start_stays_exact(precision: str, move: str) -> None:
+    network = Rotated().cuda()
+    set_precision(network, precision)
+    x, t, generator = exact_start(1)
+    assert worst_z(x, t) < 5
+    go = captured(network, MOVES[move], generator)
+    accepted = []
+    for _ in range(60):
+        x, t, info = go(x, t)
+        accepted.append(info.steps.accept_prob.mean())
+    assert 0.3 < float(torch.stack(accepted).mean()) < 0.95
+    assert worst_z(x, t) < 5
+
+
+def test_captured_transitions_are_the_eager_ones() -> None:
+    """The graph draws the numbers that the function would, and leaves the generator where it would."""
+    network = Rotated().cuda().double()
+    set_precision(network, "fp32")
+    results = []
+    for capture in (False, True):
+        x, t, generator = exact_start(2)
+        x = x.double()
+        go = captured(network, MOVES["block"], generator)
+        for _ in range(4):
+            x, t, _info = (go if capture else go.function)(x, t)
+        results.append((x, t, generator.get_state()))
+    (x_a, t_a, state_a), (x_b, t_b, state_b) = results
+    torch.testing.assert_close(x_a, x_b)
+    assert torch.equal(t_a, t_b) and torch.equal(state_a, state_b)
+
+
+class SameNoise(Captured):
+    """Planted fault: every replay starts from the generator's first state."""
+
+    def __call__(self, *inputs: Tensor) -> object:
+        state = self.generator.get_state()
+        result = super().__call__(*inputs)
+        self.generator.set_state(state)
+        return result
+
+
+def test_a_graph_that_replays_the_same_noise_is_caught() -> None:
+    """Chains pushed by one frozen noise drift away from the target."""
+    network = Rotated().cuda()
+    set_precision(network, "fp32")
+    x, t, generator = exact_start(3)
+    go = captured(network, MOVES["full"], generator)
+    go.__class__ = SameNoise
+    for _ in range(60):
+        x, t, _info = go(x, t)
+    assert worst_z(x, t) > 10
+
+
+def test_the_guard_admits_tf32_and_refuses_bf16() -> None:
+    """At this size bf16 is off by tenths of a nat, TF32 by hundredths."""
+    network = Rotated().cuda()
+    x, t, generator = exact_start(4)
+    reports = {p: check_precision(network, p, x, t, SIGMA.cuda(), generator) for p in ("fp32", "tf32", *HALF)}
+    assert reports["fp32"].worst < 1e-3 and not reports["bf16"].passes
+    assert reports["fp32"].worst <= reports["fp16"].worst < reports["bf16"].worst

@@ -1,0 +1,217 @@
+"""Fashion-MNIST and MNIST: data, a quick run from start to report, and measures that are right on a known model."""
+
+import json
+import math
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from daebm import report
+from daebm.chains import Chains
+from daebm.cli import main
+from daebm.config import Config, resolve
+from daebm.data import Dataset, to_unit_range
+from daebm.errors import InputError
+from daebm.experiments import EXPERIMENTS, images
+from daebm.experiments.base import Trained
+from daebm.ladder import Ladder
+from daebm.model import Model
+from daebm.resnet import LevelResNet
+from daebm.runs import load_finished, run
+from daebm.training import begin
+
+DATA = Path(os.environ.get("DAEBM_DATA") or Path(__file__).parents[2] / "shared" / "data")
+KEYS = (
+    "pictures samples_from_noise gradients_per_sample held_out_gap held_out_gap_se long_run_energy_shift "
+    "long_run_energy_shift_se long_run_acceptance long_run_refused train_seconds"
+)
+KEYS_OF_LEVELS = (
+    "label_share_by_level acceptance_by_level mean_difference_by_level variance_ratio_by_level energy_gap_by_level "
+    "energy_gap_se_by_level label_share_range acceptance_range mean_difference_range variance_ratio_range "
+    "energy_gap_range neighbour_acceptance neighbour_acceptance_minimum steps_at_bound step_sizes "
+    "round_trips_per_chain round_trips_median round_trips_per_1000_transitions annealed_gradients_per_sample"
+)
+
+
+def made_up(name: str, split: str) -> tuple[np.ndarray, np.ndarray]:
+    """Soft blobs at random places with a little noise."""
+    assert split == "train"  # nothing may look at the test split
+    rng = np.random.default_rng(0)
+    y, x = np.mgrid[:28, :28]
+    centre = rng.uniform(8, 20, (800, 2, 1, 1))
+    blob = 220 * np.exp(-((x - centre[:, 0]) ** 2 + (y - centre[:, 1]) ** 2) / 40)
+    return (blob + rng.uniform(0, 30, blob.shape)).astype(np.uint8), rng.integers(0, 10, 800)
+
+
+@pytest.fixture
+def synthetic(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "load_images", made_up)
+    monkeypatch.setattr(images, "HELD_OUT", 200)
+
+
+def config(method: str = "da", preset: str = "quick", **overrides: Any) -> Config:
+    changed = {key: str(value) for key, value in overrides.items()}
+    return resolve("fashion-mnist", images.PRESETS, method, preset, 0, changed)
+
+
+@pytest.mark.usefixtures("synthetic")
+def test_the_last_training_images_are_held_out() -> None:
+    pixels, labels = made_up("", "train")
+    data = images.dataset("fashion-mnist", config(train_size=500))
+    assert data.train.dtype == torch.uint8 and data.event == (1, 28, 28)
+    np.testing.assert_array_equal(data.train[:, 0], pixels[:500])
+    np.testing.assert_array_equal(data.held_out[:, 0], pixels[600:])
+    assert data.train_labels is not None and data.held_out_labels is not None
+    np.testing.assert_array_equal(data.train_labels, labels[:500])
+    np.testing.assert_array_equal(data.held_out_labels, labels[600:])
+    unit = to_unit_range(data.train).double()
+    assert (data.shift, data.scale) == pytest.approx((float(unit.mean()), float(unit.std(correction=0))))
+    assert len(images.dataset("mnist", config(train_size=0)).train) == 600
+    plain = images.dataset("mnist", config(standardise="false"))
+    assert (plain.shift, plain.scale) == (0, 1)
+    with pytest.raises(InputError, match="at most 600"):
+        images.dataset("mnist", config(train_size=601))
+
+
+@pytest.mark.parametrize("name", ["fashion-mnist", "mnist"])
+def test_real_images(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not (DATA / name).is_dir():
+        pytest.skip("the files are not here")
+    monkeypatch.setenv("DAEBM_DATA", str(DATA))
+    ours = config(preset="default", device="cpu", precision="fp32", compile="false", width=4)
+    data = EXPERIMENTS[name].dataset(ours)
+    begin(ours, data)  # refuses a ladder that ends too far from noise
+    assert (len(data.train), len(data.held_out)) == (55_000, 5000)
+    mean, sd = {"fashion-mnist": (0.286, 0.353), "mnist": (0.131, 0.308)}[name]  # on [0, 1], widely quoted
+    assert (data.shift, data.scale) == pytest.approx((2 * mean - 1, 2 * sd), abs=0.002)
+
+
+def test_paper_preset_has_the_paper_numbers() -> None:
+    it = config(preset="paper")
+    assert (it.network, it.width, it.hidden, it.batch, it.store, it.steps) == ("resnet", 128, 1, 200, 50_000, 40)
+    assert (it.ladder, it.top, it.delta_first, it.delta_last, it.floor) == ("paper", 50, 0.0002, 0.02, 0)
+    assert (it.learning_rate, it.beta1, it.iterations, it.warm_up, it.decay_start) == (1e-5, 0, 120_000, 6000, 0.6)
+    assert (it.start, it.dequantise, it.standardise, it.label_move, it.bursts) == ("noise", True, False, "full", 1)
+    assert (it.adapt_every, it.reject_from, it.step_size) == (100, 6000, 0.1)
+    assert config("noise", "paper").steps == 80
+    assert config("persistent", "paper").learning_rate == 2e-5
+
+
+@pytest.mark.usefixtures("synthetic")
+@pytest.mark.parametrize("name, method", [("fashion-mnist", "da"), ("mnist", "persistent"), ("mnist", "drl")])
+def test_quick_run_gives_folder_report_and_summary(name: str, method: str, tmp_path: Path) -> None:
+    it = EXPERIMENTS[name]
+    run(resolve(name, it.presets, method, "quick"), tmp_path / "run")
+    stored = json.loads((tmp_path / "run" / "summary.json").read_text(), parse_constant=pytest.fail)
+    assert set(KEYS.split()) <= set(stored)
+    assert (set(KEYS_OF_LEVELS.split()) <= set(stored)) == (method == "da")
+    assert stored["status"] == "finished"
+    figures = ("training", "pictures", "energies", *(["levels"] if method == "da" else []))
+    for file in ("report.html", "samples.safetensors", *(f"figures/{figure}.png" for figure in figures)):
+        assert (tmp_path / "run" / file).stat().st_size > 0
+    assert report.short_table(it, stored)
+    arrays = load_finished(tmp_path / "run")[2]
+    assert arrays["long_run"].shape == (20, 28, 28)
+    for key in ("real", "samples", "long_run"):  # data units, clipped for display
+        assert arrays[key].min() >= -1 and arrays[key].max() <= 1
+    finished = load_finished(tmp_path / "run")
+    (tmp_path / "both").mkdir()
+    report.write_comparison(tmp_path / "both", {"a": finished, "b": finished})
+    assert (tmp_path / "both" / "figures" / "pictures.png").stat().st_size > 0
+
+
+def gaussian(change: Callable[[LevelResNet], None] = lambda network: None, **overrides: Any) -> Trained:
+    """A network at its start is the exact diffused Gaussian of its data; so are these data, and the chains."""
+    generator = torch.Generator().manual_seed(0)
+    mix = torch.randn(64, 64, generator=generator) / 8
+    draws = (torch.randn(12_000, 64, generator=generator) @ mix + 0.3).reshape(-1, 1, 8, 8)
+    data = Dataset("gaussian", draws[:10_000], draws[10_000:])
+    it = config(post_transitions=60, long_run_steps=50, store=1000, **overrides)
+    ladder = Ladder.geometric(64, floor=0.2, last_variance=0.97)
+    network = LevelResNet(data.train, ladder, width=4)
+    change(network)
+    model = Model(it, network, ladder, 0.6 * ladder.variance.sqrt(), (1, 8, 8), 0.0, 1.0)
+    chains = Chains.from_data(it.store, data.train, ladder, generator)
+    return Trained(model, data, chains, it, generator)
+
+
+def test_measures_of_an_exact_model_are_the_truth() -> None:
+    trained = gaussian()
+    before = trained.chains.x.clone()
+    summary, arrays = images.evaluate(trained)
+    gap, se = (np.array(summary[f"energy_gap{kind}_by_level"]) for kind in ("", "_se"))
+    assert (np.abs(gap) < 5 * se).all() and (se > 0).all() and se.max() < 2
+    np.testing.assert_allclose(summary["variance_ratio_by_level"], 1, atol=0.1)
+    assert max(summary["mean_difference_by_level"]) < 0.1
+    np.testing.assert_allclose(summary["label_share_by_level"], 1, atol=0.4)
+    assert all(0.2 < a <= 1 for a in summary["acceptance_by_level"])
+    assert len(summary["neighbour_acceptance"]) == trained.model.ladder.top
+    assert summary["neighbour_acceptance_minimum"] == min(summary["neighbour_acceptance"]) > 0.1
+    assert abs(summary["held_out_gap"]) < 5 * summary["held_out_gap_se"] + 0.5  # 10,000 points fix 64^2 / 2 numbers
+    assert abs(summary["long_run_energy_shift"]) < 5 * summary["long_run_energy_shift_se"]
+    assert summary["steps_at_bound"] == 0
+    assert summary["samples_from_noise"] == len(arrays["samples"]) > 0
+    assert torch.equal(trained.chains.x, before)  # looking moves nothing
+    images.figures(summary | {"step_sizes": trained.model.sigma.tolist()}, arrays)
+
+
+def test_measures_see_a_wrong_model() -> None:
+    """Precision doubled: half the variance, and by d / 2 = 32 nats too high an energy of the data."""
+
+    def doubled(network: LevelResNet) -> None:
+        network.base.precision *= math.sqrt(2)
+
+    trained = gaussian(doubled)
+    ladder, x, t = trained.model.ladder, trained.chains.x, trained.chains.t
+    centre = ladder.abar.sqrt()[t].reshape(-1, 1, 1, 1).float() * trained.dataset.train.mean(0)
+    exact = centre + (x - centre) / math.sqrt(2)  # draws of that model
+    walked = images.Walk(exact, t, torch.arange(len(t)), torch.zeros(ladder.levels), 0)
+    measured = images.level_measures(trained, walked)
+    np.testing.assert_allclose(measured["variance_ratio_by_level"], 0.5, atol=0.08)
+    np.testing.assert_allclose(measured["energy_gap_by_level"], 32, atol=5)  # the error of each is about 0.9
+
+
+def test_no_sample_at_level_0_is_said() -> None:
+    def closed(network: LevelResNet) -> None:
+        with torch.no_grad():
+            network.constant[0] = 1e4
+
+    trained = gaussian(closed, post_chains=5)
+    summary, arrays = images.evaluate(trained)
+    assert summary["samples_from_noise"] == 0 and math.isnan(summary["gradients_per_sample"])
+    assert "none of 5 chains" in summary["samples_note"]
+    assert math.isnan(summary["energy_gap_by_level"][0]) and math.isfinite(summary["energy_gap_by_level"][1])
+    images.figures(summary | {"step_sizes": trained.model.sigma.tolist()}, arrays)
+    images.compare({"a": (summary, arrays)})
+
+
+def test_standard_error_counts_chains_not_draws() -> None:
+    """The same draws ten times over tell no more than once."""
+    trained = gaussian()
+    x, t = trained.chains.x, trained.chains.t
+    once = images.Walk(x, t, torch.arange(len(t)), torch.zeros(trained.model.ladder.levels), 0)
+    ten = once._replace(x=x.repeat(10, 1, 1, 1), t=t.repeat(10), chain=once.chain.repeat(10))
+    errors = [np.array(images.level_measures(trained, w)["energy_gap_se_by_level"]) for w in (once, ten)]
+    np.testing.assert_allclose(errors[1], errors[0], rtol=0.05)
+
+
+@pytest.mark.usefixtures("synthetic")
+@pytest.mark.parametrize("preset", ["quick", "default", "paper"])
+def test_show_prints_every_setting(
+    preset: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The settings in any case; the cost, which is measured, where this machine can run them."""
+    monkeypatch.setattr(sys, "argv", ["daebm", "show", "fashion-mnist", "--preset", preset])
+    try:
+        main()
+    except SystemExit as end:
+        assert preset != "quick" and end.code == 2
+    out, err = capsys.readouterr()
+    assert "network" in out and "iterations" in out
+    assert ("Cost:" in out) != err.startswith("daebm: ")

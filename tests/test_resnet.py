@@ -1,0 +1,255 @@
+"""Image networks: the paper's size, images of any size, many labels at once, an exact start, right gradients."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from daebm import Config, Dataset, Ladder, resnet, train
+from daebm.errors import InputError
+from daebm.networks import build
+from daebm.resnet import LevelResNet, ResNet
+
+LEVELS = 5
+EVENTS = [(1, 8, 8), (1, 9, 11), (1, 28, 28), (3, 9, 11), (3, 16, 5)]
+
+
+def small(event: tuple[int, ...] = (1, 8, 8), depth: int = 1, width: int = 4) -> ResNet:
+    """A network in float64 with biases that are not zero, so that a forgotten one shows."""
+    torch.manual_seed(0)
+    network = ResNet(event, LEVELS, width, depth).double()
+    for part in network.modules():
+        if isinstance(part, nn.Conv2d | nn.Linear) and part.bias is not None:
+            nn.init.normal_(part.bias, std=0.3)
+    return network
+
+
+def level_network(event: tuple[int, ...] = (1, 8, 8), floor: float = 0.1) -> tuple[LevelResNet, Ladder, Tensor]:
+    """Correlated images with a mean, the ladder, and the network at its start."""
+    generator = torch.Generator().manual_seed(1)
+    d = math.prod(event)
+    data = torch.randn(200, d, generator=generator) @ torch.randn(d, d, generator=generator) / math.sqrt(d) + 0.5
+    data = data.reshape(200, *event)
+    ladder = Ladder.geometric(d, floor=floor, top=LEVELS - 1)
+    torch.manual_seed(2)
+    return LevelResNet(data, ladder, width=4), ladder, data
+
+
+def images(n: int, event: tuple[int, ...], seed: int = 3) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(n, *event, generator=generator, dtype=torch.float64), torch.arange(n) % LEVELS
+
+
+def margins(event: tuple[int, ...], multiple: int = 8) -> list[int]:
+    """Zeros around an image, in the order of F.pad, that make its sides multiples of 8; an odd one goes to the end."""
+    missing = [-side % multiple for side in (event[2], event[1])]
+    return [side for m in missing for side in (m // 2, m - m // 2)]
+
+
+def reference(network: ResNet, x: Tensor, t: Tensor) -> Tensor:
+    """The network written down a second time, plainly, from its weights alone."""
+    weights = dict(network.named_parameters())
+
+    def layer(name: str, h: Tensor) -> Tensor:
+        w, b = weights[f"{name}.weight"], weights[f"{name}.bias"]
+        return F.conv2d(h, w, b, padding=1) if w.ndim == 4 else F.linear(h, w, b)
+
+    def swish(h: Tensor) -> Tensor:
+        return h * torch.sigmoid(h)
+
+    width = weights["stem.weight"].shape[0]
+    frequencies = 10_000.0 ** (-torch.arange(width // 2, dtype=torch.float64) / (width // 2 - 1))
+    angle = t.double()[:, None] * frequencies
+    time = layer("embed.0", torch.cat([torch.sin(angle), torch.cos(angle)], 1))
+    time = swish(layer("embed.1", swish(time)))
+    h = layer("stem", F.pad(x, margins(tuple(x.shape[1:]))))
+    count = sum(name.endswith("first.weight") for name in weights)
+    for i in range(count):
+        if i and i % (count // 4) == 0:  # four resolutions
+            n, c, height, width_ = h.shape
+            h = h.reshape(n, c, height // 2, 2, width_ // 2, 2).mean((3, 5))
+        block = f"_blocks.{i}."
+        inner = layer(block + "first", swish(h)) + layer(block + "shift", time)[:, :, None, None]
+        skip = layer(block + "skip", h) if block + "skip.weight" in weights else h
+        h = layer(block + "second", swish(inner)) + skip
+    return -(swish(h).sum((2, 3)) * layer("head", time)).sum(1)
+
+
+def test_paper_network_has_the_papers_size() -> None:
+    network = ResNet((1, 28, 28), 51)
+    assert sum(p.numel() for p in network.parameters()) == 4_756_864
+    x, labels = torch.zeros(2, 1, 28, 28), torch.tensor([[0, 50, 7], [1, 2, 3]])
+    with torch.no_grad():
+        assert network(x, torch.tensor([0, 50])).shape == (2,)
+        assert network.of_labels(x, labels).shape == (2, 3)
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=str)
+def test_other_sizes_are_padded_with_zeros_to_a_multiple_of_8(event: tuple[int, ...]) -> None:
+    """The network of the padded size with the same weights must give the same numbers on the padded image."""
+    network = small(event)
+    sides = [event[0], *(side + -side % 8 for side in event[1:])]
+    padded = ResNet(tuple(sides), LEVELS, 4).double()
+    padded.load_state_dict(network.state_dict())
+    x, t = images(6, event)
+    assert torch.equal(network(x, t), padded(F.pad(x, margins(event)), t))  # the same operations on the same numbers
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=str)
+def test_every_pixel_is_seen(event: tuple[int, ...]) -> None:
+    network = small(event)
+    x, t = images(2, event)
+    (grad,) = torch.autograd.grad(network(x.requires_grad_(True), t).sum(), x)
+    assert (grad != 0).all()
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=str)
+def test_the_stem_is_a_convolution_of_the_padded_image(event: tuple[int, ...]) -> None:
+    network = small(event)
+    x, _t = images(3, event)
+    plain = F.conv2d(F.pad(x, margins(event)), network.stem.weight, network.stem.bias, padding=1)
+    torch.testing.assert_close(network._shared(x)[0], plain)  # float64: the order of 27 products at most
+
+
+@pytest.mark.parametrize(("event", "depth"), [((1, 8, 8), 1), ((3, 9, 11), 1), ((1, 8, 8), 2)], ids=str)
+def test_the_network_is_what_it_says(event: tuple[int, ...], depth: int) -> None:
+    """Energy and slope against a plain second writing, in float64: rounding only, so the defaults (1e-7) hold."""
+    network = small(event, depth)
+    assert len(network.blocks) == 4 * depth
+    x, t = images(2 * LEVELS, event)
+    x.requires_grad_(True)
+    ours, plain = network(x, t), reference(network, x, t)
+    torch.testing.assert_close(ours, plain)
+    torch.testing.assert_close(torch.autograd.grad(ours.sum(), x)[0], torch.autograd.grad(plain.sum(), x)[0])
+
+
+@pytest.mark.parametrize("together", [None, 1, 2, 3])
+@pytest.mark.parametrize("kind", ["resnet", "level-resnet"])
+def test_many_labels_at_once_are_one_by_one(monkeypatch: pytest.MonkeyPatch, kind: str, together: int | None) -> None:
+    """``together`` labels fit into one part; 7 labels are then 1, 7, 4 or 3 parts."""
+    event, n = (1, 9, 8), 3
+    if kind == "resnet":
+        network: nn.Module = small(event)
+        inner = network
+    else:
+        network = level_network(event)[0].double()
+        inner = network.inner
+        nn.init.normal_(inner.head.weight)
+        nn.init.normal_(network.constant)
+    x, _t = images(n, event)
+    labels = torch.randint(LEVELS, (n, 7), generator=torch.Generator().manual_seed(4))
+    if together is not None:
+        values = n * 4 * 16 * 8  # images, channels, padded pixels: one label's map
+        monkeypatch.setattr(resnet, "LABEL_VALUES", together * values + values - 1)
+    parts, rest = [], inner._rest
+    monkeypatch.setattr(inner, "_rest", lambda h, c, time: parts.append(len(h)) or rest(h, c, time))
+    with torch.no_grad():
+        u = network.of_labels(x, labels)
+        assert parts == {None: [21], 1: [3] * 7, 2: [6, 6, 6, 3], 3: [9, 9, 3]}[together]
+        single = torch.stack([network(x, labels[:, j]) for j in range(7)], dim=1)
+    torch.testing.assert_close(u, single)  # float64: a convolution may sum in another order for another batch
+
+
+@pytest.mark.parametrize("floor", [0.1, 0.0])
+def test_level_resnet_starts_as_the_diffused_gaussian(floor: float) -> None:
+    """-log N(x; m_t, C_t) without the dimension's constant: a normalised density at every level.
+
+    Without a floor level 0 has no noise: the Gaussian is there no narrower than the noise of level 1.
+    """
+    network, ladder, data = level_network((1, 4, 5), floor)
+    flat = data.flatten(1).double()
+    x = images(20, (1, 4, 5))[0].float()
+    for t in range(ladder.levels):
+        covariance = float(ladder.abar[t]) * torch.cov(flat.T) + float(ladder.variance[t]) * torch.eye(20)
+        if floor == 0 and t == 0:
+            spread, axes = torch.linalg.eigh(covariance)
+            covariance = axes @ torch.diag(spread.clamp(min=float(ladder.variance[1]))) @ axes.T
+        normal = torch.distributions.MultivariateNormal(math.sqrt(float(ladder.abar[t])) * flat.mean(0), covariance)
+        expected = (-normal.log_prob(x.flatten(1).double()) - 20 / 2 * math.log(2 * math.pi)).float()
+        # float32: an eigenvector is off by 6e-8, and up to 100 times that after division by the noise sd.
+        torch.testing.assert_close(network(x, torch.full((20,), t)), expected, rtol=1e-4, atol=1e-4)
+    labels = torch.arange(ladder.levels).expand(20, -1)
+    one_by_one = torch.stack([network(x, labels[:, t]) for t in range(ladder.levels)], dim=1)
+    torch.testing.assert_close(network.of_labels(x, labels), one_by_one, rtol=1e-5, atol=1e-4)  # float32 sums
+
+
+def test_the_correction_weighs_as_the_noise_of_its_level() -> None:
+    """U = Gaussian + f / sqrt(v_t) + c_t, also where f and c are not zero."""
+    network, ladder, _data = level_network()
+    network.double()
+    nn.init.normal_(network.inner.head.weight)
+    nn.init.normal_(network.constant)
+    x, t = images(2 * LEVELS, (1, 8, 8))
+    expected = network.base(x, t) + network.inner(x, t) / ladder.variance[t].sqrt() + network.constant[t]
+    torch.testing.assert_close(network(x, t), expected, rtol=1e-6, atol=1e-6)  # 1 / sqrt(v) is kept in float32
+
+
+def test_the_energy_depends_on_the_level() -> None:
+    """Of one image at all levels, for the inner network too: no two energies agree."""
+    x = images(1, (1, 8, 8))[0].expand(LEVELS, -1, -1, -1)
+    u = small()(x, torch.arange(LEVELS)).tolist()
+    assert len({round(value, 6) for value in u}) == LEVELS
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_slopes_are_finite_differences(depth: int) -> None:
+    """First and second derivatives (denoising needs both), in float64, at every level.
+
+    gradcheck's differences of 1e-6 are right to about 1e-9 by rounding; its limits are 1e-5 absolute, .001 relative.
+    """
+    network = small((1, 3, 4), depth)
+    x, t = images(LEVELS, (1, 3, 4))
+    x.requires_grad_(True)
+    assert torch.autograd.gradcheck(lambda y: network(y, t), (x,))
+    assert torch.autograd.gradgradcheck(lambda y: network(y, t), (x,), fast_mode=True)
+
+
+def test_slopes_of_level_resnet_are_finite_differences() -> None:
+    network, _ladder, _data = level_network((1, 3, 4))
+    network.double()
+    nn.init.normal_(network.inner.head.weight, std=0.1)
+    x, t = images(LEVELS, (1, 3, 4))
+    assert torch.autograd.gradcheck(lambda y: network(y, t), (x.requires_grad_(True),))  # limits as above
+
+
+def test_coarse_convolutions_give_a_float32_energy_near_the_exact_one() -> None:
+    """bfloat16 keeps 8 bits: each of 9 products in a row is off by 2^-9 of its size, well within 5 % together."""
+    torch.manual_seed(0)
+    network = ResNet((1, 8, 8), LEVELS, width=16)
+    x, t = images(50, (1, 8, 8))
+    x = x.float()
+    with torch.no_grad():
+        fine = network(x, t)
+        network.compute = torch.bfloat16
+        coarse, labelled = network(x, t), network.of_labels(x, t.unsqueeze(1)).squeeze(1)
+    assert coarse.dtype == torch.float32 and not torch.equal(coarse, fine)
+    assert float((coarse - fine).abs().max()) < 0.05 * float(fine.abs().max())
+    torch.testing.assert_close(labelled, coarse)  # the same operations
+
+
+def refusal(name: str, data: Tensor, width: int = 8) -> str:
+    with pytest.raises(InputError) as error:
+        build(Config(network=name, width=width), data, Ladder.geometric(16, floor=0.1))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", ["resnet", "level-resnet"])
+@pytest.mark.parametrize("event", [(6,), (4, 4), (1, 1, 4, 4)], ids=str)
+def test_events_that_are_no_images_are_refused(name: str, event: tuple[int, ...]) -> None:
+    message = refusal(name, torch.randn(30, *event))
+    assert "(c, h, w)" in message and str(event) in message and "\n" not in message
+
+
+@pytest.mark.parametrize("name", ["resnet", "level-resnet"])
+@pytest.mark.parametrize("width", [1, 2, 3, 5, 17])
+def test_widths_that_cannot_be_are_refused(name: str, width: int) -> None:
+    message = refusal(name, torch.randn(30, 1, 4, 4), width)
+    assert f"width={width}" in message and "even" in message and "\n" not in message
+
+
+def test_training_refuses_rows_for_an_image_network() -> None:
+    rows = torch.randn(30, 6)
+    with pytest.raises(InputError, match=r"\(c, h, w\), got \(6,\)"):
+        train(Config(network="level-resnet", width=4, batch=10, store=20), Dataset("rows", rows, rows))
