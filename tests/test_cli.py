@@ -690,3 +690,44 @@ def test_ctrl_c_leaves_a_run_that_can_be_resumed(cli: Cli, tmp_path: Path):
     process.communicate()
     log = [json.loads(line)["iteration"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert log == list(range(2, log[-1] + 1, 2))
+
+
+# Packing a run, and where image files come from.
+
+
+def test_a_packed_run_goes_on(cli: Cli, tmp_path: Path) -> None:
+    assert cli("run", "gaussian-1d", "--preset", "quick", "--out", "a").status == 0
+    packed = cli("pack", "a", "--out", "b")
+    assert packed.status == 0 and "chains kept" in packed.out
+    assert {path.name for path in (tmp_path / "b").iterdir()} == {"config.json", CHECKPOINT}
+    assert cli("run", "gaussian-1d", "--preset", "quick", "--out", "b", "--resume").status == 0
+    assert (tmp_path / "b" / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (("pack", "nowhere", "--out", "b"), "nowhere holds no daebm run"),
+        (("run", "fashion-mnist", "--preset", "quick", "--data-dir", "nowhere"), "nowhere, which is not a folder"),
+        (("run", "digits", "--set", "device=cuda"), "no usable GPU"),
+        (("run", "digits", "--set", "precision=tf32"), "precision=tf32 needs device=cuda"),
+    ],
+)
+def test_bad_places_and_devices(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, args: tuple[str, ...], sentence: str
+) -> None:
+    if "device=cuda" in args and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    monkeypatch.setenv("DAEBM_DATA", "")
+    ended = cli(*args)
+    assert ended.status == 2 and ended.err.count("\n") == 1 and sentence in ended.err
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_full_gpu_is_one_sentence(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*args: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(runs, "run", run)
+    ended = cli("run", "gaussian-1d", "--preset", "quick")
+    assert ended.status == 2 and "lower batch" in ended.err and ended.err.count("\n") == 1

@@ -116,11 +116,11 @@ def test_weights_follow_the_loss() -> None:
         loss().backward()
         direction = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
         with torch.no_grad():
-            weight += 1e-5 * direction
+            weight.add_(direction, alpha=1e-5)
             up = loss().item()
-            weight -= 2e-5 * direction
+            weight.sub_(direction, alpha=2e-5)
             down = loss().item()
-            weight += 1e-5 * direction
+            weight.add_(direction, alpha=1e-5)
         slope = 0.0 if weight.grad is None else float((weight.grad * direction).sum())
         assert slope == pytest.approx((up - down) / 2e-5, rel=1e-5, abs=1e-8), name
 
@@ -185,7 +185,6 @@ def test_balanced_levels_are_balanced_within_sampling_error(monkeypatch: pytest.
     acceptance = neighbour_acceptance(it.state.network, it.ladder.diffuse(it.data, t, it.state.generator), t, 4)
     found = balanced(it, SHIFTS)
     bound = 5 * math.sqrt(3 * 4 / (2 * chains)) / float(acceptance.min())
-    print(acceptance, found, bound)
     assert float(found.abs().max()) < bound
     assert bound < float(SHIFTS.diff().abs().min())  # so that a balance that does nothing fails
 
@@ -195,7 +194,7 @@ def test_the_balance_works_from_bytes() -> None:
     data = (gaussian_images(3000, 5) * 40 + 100).clamp(0, 255).byte()
     it = begin(config(dequantise=True), Dataset.standardised("bytes", data, data[:10]))
     balance_levels(it)
-    # Nearly Gaussian still: the worst case of the test above with 64 chains.
+    # Nearly Gaussian still: the worst case of the test above with 64 chains and an acceptance of .4.
     assert float(it.state.network.constant.detach().abs().max()) < 5 * math.sqrt(3 * 4 / (2 * 64)) / 0.4
 
 
@@ -257,11 +256,16 @@ def test_the_switch_resets_optimiser_and_average_and_moves_no_chain() -> None:
 
 
 def test_denoising_finds_the_slope_of_data_that_are_not_gaussian() -> None:
-    """Two islands, 200 iterations: the loss on fresh draws ends below that of the best Gaussian, where it began."""
+    """Two islands, 200 iterations: on the same fresh noise the loss ends below that of the best Gaussian, its start.
+
+    By 30 % when this was written; a tenth is far beyond what the noise of 600 images, used twice, could do.
+    """
     generator = torch.Generator().manual_seed(7)
     side = torch.randint(2, (600, 1, 1, 1), generator=generator) * 2.0 - 1
     data = side + 0.1 * torch.randn(600, *EVENT, generator=generator)
-    it = begin(config(denoise=201, iterations=202, denoise_rate=0.003, batch=64, store=64), Dataset("islands", data, data[:10]))
+    it = begin(
+        config(denoise=201, iterations=202, denoise_rate=0.003, batch=64, store=64), Dataset("islands", data, data[:10])
+    )
     t = torch.randint(it.ladder.levels, (600,), generator=generator)
     eps = torch.randn(data.shape, generator=generator)
     v, abar = (part[t].float().reshape(-1, 1, 1, 1) for part in (it.ladder.variance, it.ladder.abar))
@@ -273,5 +277,4 @@ def test_denoising_finds_the_slope_of_data_that_are_not_gaussian() -> None:
     start = loss()
     for _ in range(200):
         denoise(it)
-    print(start, loss())
-    assert loss() < start - 0.02
+    assert loss() < 0.9 * start

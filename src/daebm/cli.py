@@ -46,6 +46,8 @@ class Run:
     """Delete the run in that folder and start again."""
     settings: Settings = field(default_factory=list)
     """Change one setting; repeat for more (`daebm show` lists them)."""
+    data_dir: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+    """Where image files are looked for first; the environment variable DAEBM_DATA does the same."""
     tensorboard: Flag = False
     """Also write TensorBoard logs."""
     threads: int = 0
@@ -53,6 +55,8 @@ class Run:
 
     def __call__(self) -> None:
         _set_threads(self.threads)
+        if self.data_dir is not None:
+            os.environ["DAEBM_DATA"] = str(self.data_dir)
         if self.resume and self.overwrite:
             raise InputError("--resume and --overwrite exclude each other: give one of them")
         out = self.out or Path("runs") / f"{self.experiment}-{self.method}-{self.preset}-{self.seed}"
@@ -88,6 +92,19 @@ class Run:
         summary = runs.run(config, out, resume, self.overwrite, self.tensorboard)
         print(report.short_table(experiment(config.experiment), summary))
         print(f"report: {out / 'report.html'}")
+
+
+@dataclass
+class Pack:
+    """Write a run's checkpoint in at most 36 MiB, to go on from it elsewhere with `daebm run ... --resume`."""
+
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """Folder of the run."""
+    out: Annotated[Path, tyro.conf.arg(metavar="FOLDER")]
+    """An empty or new folder."""
+
+    def __call__(self) -> None:
+        print(f"{self.out}: {runs.pack(self.run, self.out)}")
 
 
 @dataclass
@@ -202,7 +219,7 @@ def _seconds_per_iteration(config: Config, tries: int = 3) -> float:
 def main() -> None:
     """Entry point: user errors become one sentence and exit status 2."""
     command = tyro.extras.subcommand_cli_from_dict(
-        {"run": Run, "list": List, "show": Show, "report": Report},
+        {"run": Run, "list": List, "show": Show, "report": Report, "pack": Pack},
         prog="daebm",
         description="Energy-based models that can be trusted: train, sample, compare.",
     )
@@ -213,6 +230,12 @@ def main() -> None:
         sys.exit(1)
     except (DaebmError, OSError) as error:
         print(f"daebm: {error}", file=sys.stderr)
+        sys.exit(2)
+    except torch.OutOfMemoryError:
+        print(
+            "daebm: the GPU is out of memory: lower batch, block or width (--set batch=100), or free it of other work",
+            file=sys.stderr,
+        )
         sys.exit(2)
     except KeyboardInterrupt:
         go_on = "; the same command with --resume continues" if isinstance(command, Run) else ""

@@ -31,9 +31,9 @@ def denoising_loss(network: nn.Module, x: Tensor, t: Tensor, eps: Tensor, varian
 def balance_levels(setup: Setup) -> None:
     """Shift the network's constant of every level so that, on diffused data, all levels have equal mass."""
     constant = getattr(setup.state.network, "constant", None)
-    if not isinstance(constant, Tensor):
-        return
     ladder, generator = setup.ladder, setup.state.generator
+    if not isinstance(constant, Tensor) or constant.shape != (ladder.levels,):
+        return
     t = torch.arange(ladder.levels, device=setup.data.device).repeat(BALANCE_CHAINS)
     rows = torch.randint(len(setup.data), (len(t),), generator=generator, device=t.device)
     x = ladder.diffuse(setup.points(rows), t, generator)

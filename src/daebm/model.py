@@ -20,7 +20,7 @@ from daebm.ladder import Ladder
 from daebm.methods import method
 from daebm.samplers.langevin import KERNELS, Info
 from daebm.samplers.mgms import label_move
-from daebm.state import CHECKPOINT, STATE, TrainingState
+from daebm.state import TrainingState, holds_state, read_state
 
 Array = TypeVar("Array", np.ndarray[Any, Any], Tensor)
 CHUNK = 1 << 17  # numbers per network evaluation; bounds memory
@@ -179,9 +179,7 @@ class Model:
             raise InputError(f"x must hold real numbers, got {points.dtype}")
         if tuple(points.shape[1:]) != self.event or points.ndim < 2:
             raise InputError(f"x must have shape (n, {', '.join(map(str, self.event))}), got {tuple(points.shape)}")
-        # Bytes are grey levels where the model is one of images.
-        points = to_unit_range(points) if len(self.event) == 3 else points
-        points = self.standardise(points.to(self.device).float())
+        points = self.standardise(to_unit_range(points.to(self.device)).float())  # bytes are grey levels
         if not torch.isfinite(points).all():
             raise InputError("x holds a NaN or infinite (in float32) value: remove or impute such rows")
         return points
@@ -200,8 +198,8 @@ def load(folder: str | Path, network: nn.Module | None = None) -> Model:
     A model that was trained on a network of your own needs that network again, to put the weights into.
     """
     folder = Path(folder)
-    if checkpoint.exists(folder / CHECKPOINT, STATE):
-        tensors, facts = checkpoint.read(folder / CHECKPOINT, STATE)
+    if holds_state(folder):
+        tensors, facts = read_state(folder)
         sigma = tensors["steps.sigma"]
     elif checkpoint.exists(folder, "model"):
         tensors, facts = checkpoint.read(folder, "model")

@@ -19,13 +19,13 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 from tqdm import tqdm
 
-from daebm import checkpoint, model, report
+from daebm import checkpoint, model, portable, report
 from daebm.config import Config
 from daebm.data import Dataset
 from daebm.errors import CheckpointError, DivergenceError, InputError
 from daebm.experiments import experiment
 from daebm.experiments.base import Arrays, Summary, Trained
-from daebm.state import CHECKPOINT, STATE
+from daebm.state import CHECKPOINT, holds_state, read_state
 from daebm.training import begin, train
 
 CONFIG, SUMMARY, SAMPLES = "config.json", "summary.json", "samples.safetensors"
@@ -88,7 +88,7 @@ def _read_config(folder: Path) -> Config:
 
 def holds_run(folder: Path) -> bool:
     """Whether a folder holds a run. A config.json alone is no proof: many programs have one."""
-    if checkpoint.exists(folder / CHECKPOINT, STATE):
+    if holds_state(folder):
         return True
     try:
         _read_config(folder)
@@ -138,6 +138,18 @@ def _delete(folder: Path) -> None:
             shutil.rmtree(folder / name)
         else:
             (folder / name).unlink(missing_ok=True)
+
+
+def pack(folder: Path, out: Path) -> str:
+    """Write the state of the run in ``folder`` to ``out``, small enough to carry; returns what it lacks, in words."""
+    if not holds_state(folder):
+        raise InputError(f"{folder} holds no daebm run with a checkpoint: name the folder of `daebm run --out`")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise InputError(f"{out} is not an empty folder: choose another --out")
+    tensors, facts = read_state(folder)
+    said = portable.write(out / CHECKPOINT, tensors, facts)
+    checkpoint.write_json(out / CONFIG, facts["config"])  # last: now it is a run
+    return said
 
 
 def matched_iterations(config: Config, reference: Config) -> Config:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from daebm import checkpoint, networks
+from daebm import checkpoint, networks, portable
 from daebm.chains import Chains
 from daebm.config import Config
 from daebm.data import Dataset
@@ -83,7 +83,7 @@ def start(config: Config, data: Tensor, ladder: Ladder, network: nn.Module | Non
     network = network.to(device)
     if config.level_rate:
         constant = getattr(network, "constant", None)
-        if not isinstance(constant, nn.Parameter) or ladder.levels == 1:
+        if not isinstance(constant, nn.Parameter) or constant.shape != (ladder.levels,) or ladder.levels == 1:
             raise InputError(
                 "level_rate needs levels and a network with a constant for each: level-mlp or level-resnet"
             )
@@ -119,6 +119,18 @@ def optimiser(config: Config, network: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(network.parameters(), lr=config.learning_rate, betas=(config.beta1, 0.999))
 
 
+def holds_state(folder: Path) -> bool:
+    """Whether a run folder has a checkpoint, whole or portable."""
+    return checkpoint.exists(folder / CHECKPOINT, STATE) or portable.exists(folder / CHECKPOINT)
+
+
+def read_state(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The checkpoint of a run folder; the whole one if there is one, for it is the later one."""
+    if checkpoint.exists(folder / CHECKPOINT, STATE) or not portable.exists(folder / CHECKPOINT):
+        return checkpoint.read(folder / CHECKPOINT, STATE)
+    return portable.read(folder / CHECKPOINT)
+
+
 @dataclass(eq=False)
 class Saved:
     """The last good state, in ``folder/checkpoint`` or, without a folder, in memory."""
@@ -145,7 +157,7 @@ class Saved:
     def exists(self) -> bool:
         if self.folder is None:
             return self.memory is not None
-        return checkpoint.exists(self.folder / CHECKPOINT, STATE)
+        return holds_state(self.folder)
 
     def save(self, state: TrainingState) -> None:
         tensors, facts = _pack(state)
@@ -163,7 +175,7 @@ class Saved:
             assert self.memory is not None
             tensors, facts = copy.deepcopy(self.memory)
         else:
-            tensors, facts = checkpoint.read(self.folder / CHECKPOINT, STATE)
+            tensors, facts = read_state(self.folder)
             difference = self.config.difference(Config.from_json(facts["config"]))
             if difference is not None:
                 raise CheckpointError(

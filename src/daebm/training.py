@@ -58,6 +58,8 @@ def begin(config: Config, dataset: Dataset, network: nn.Module | None = None) ->
         raise InputError(f"batch={config.batch} is more than the {len(points)} training points: lower it")
     ladder = build_ladder(config, points)
     _check_overlap(config, ladder, points)
+    if config.denoise and ladder.top == 0 and ladder.floor == 0:
+        raise InputError("denoise needs noise to remove: give the data a floor, or train a method with levels")
     state = start(config, points.to(device), ladder, network)
     data = dataset.train if dataset.train.dtype == torch.uint8 else points
     return Setup(

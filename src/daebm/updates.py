@@ -45,7 +45,8 @@ def update(config: Config, state: TrainingState, loss: Tensor, trust: float = 0.
         before = [weight.detach().clone() for weight in moved] if trust else []
         state.optimiser.step()
         if trust:
-            _shorten(moved, before, trust)
+            # The gradients were scaled down to the limit; the loss is in nats of the unscaled one.
+            _shorten(moved, before, trust * (limit / grad_norm).clamp(max=1))
     state.iteration += 1
     if config.average:
         # A young average forgets faster, so that it is never dominated by the initial weights.
@@ -56,7 +57,7 @@ def update(config: Config, state: TrainingState, loss: Tensor, trust: float = 0.
     return grad_norm
 
 
-def _shorten(weights: list[nn.Parameter], before: list[Tensor], trust: float) -> None:
+def _shorten(weights: list[nn.Parameter], before: list[Tensor], trust: Tensor) -> None:
     """Take back that part of a step which lowers the loss, to first order, by more than ``trust``."""
     with torch.no_grad():
         steps = [weight - old for weight, old in zip(weights, before, strict=True)]

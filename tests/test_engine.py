@@ -1,0 +1,619 @@
+"""Training on images of bytes: device, precision and compilation, the update's limits, levels balanced by counting."""
+
+import math
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+
+from daebm import Config, Dataset, Ladder, Model, checkpoint, resnet, train, training
+from daebm.chains import Chains
+from daebm.data import to_unit_range
+from daebm.engine import HALF, Engine, set_precision
+from daebm.errors import InputError
+from daebm.methods import Negatives, draw_negatives
+from daebm.networks import LevelMLP, ReluMLP
+from daebm.precision import LIMIT, check_precision, settle_precision
+from daebm.samplers.langevin import mala
+from daebm.samplers.mgms import full, unchecked_transition
+from daebm.state import CHECKPOINT, STATE
+from daebm.training import Setup, begin, step
+from daebm.updates import learning_rate, update
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="compilation needs a C++ compiler")
+DIGITS = torch.from_numpy(load_digits().images * 15).byte().unsqueeze(1)  # (1797, 1, 8, 8), 0..240
+DATA = Dataset.standardised("digits", DIGITS[:1297], DIGITS[1297:])
+
+
+@pytest.fixture(autouse=True)
+def switches() -> Iterator[None]:
+    """PyTorch's switches are for the whole process: leave them as they were."""
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    before = cudnn.allow_tf32, matmul.allow_tf32, cudnn.benchmark, cudnn.deterministic
+    yield
+    cudnn.allow_tf32, matmul.allow_tf32, cudnn.benchmark, cudnn.deterministic = before
+
+
+def config(**changes: Any) -> Config:
+    values: dict[str, Any] = {
+        "network": "level-resnet",
+        "width": 4,
+        "hidden": 1,
+        "top": 5,
+        "floor": 0.2,
+        "iterations": 6,
+        "batch": 16,
+        "store": 40,
+        "steps": 2,
+        "step_size": 0.3,
+        "adapt_every": 4,
+        "log_every": 1,
+    }
+    return Config(**(values | {"experiment": "test"} | changes))
+
+
+def one_sentence(error: pytest.ExceptionInfo[InputError], *words: str) -> None:
+    message = str(error.value)
+    assert "\n" not in message and ". " not in message and all(word in message for word in words), message
+
+
+# Bytes.
+
+
+def test_bytes_stay_bytes() -> None:
+    """60,000 pictures as float32 are four times the memory, for nothing."""
+    setup = begin(config(), DATA)
+    assert setup.data.dtype == torch.uint8 and torch.equal(setup.data, DATA.train)
+    rows = torch.tensor([5, 0, 1296])
+    state = setup.state.generator.get_state()
+    points = setup.points(rows)
+    assert points.dtype == torch.float32
+    assert torch.equal(points, DATA.standardise(DATA.train[rows]))
+    assert torch.equal(state, setup.state.generator.get_state())  # without dequantise nothing is drawn
+
+
+def test_dequantised_points_stay_within_their_grey_level() -> None:
+    """A grey level k is an interval: k/128 - 1 to (k + 1)/128 - 1. It has the exact value in it too."""
+    setup = begin(config(dequantise=True), DATA)
+    rows = torch.arange(500)
+    first, second = setup.points(rows), setup.points(rows)
+    assert not torch.equal(first, second)  # drawn anew every time
+    grey = DATA.train[rows].double()
+    for points in (first, second, DATA.standardise(DATA.train[rows])):
+        level = (points.double() * DATA.scale + DATA.shift + 1) * 128 - grey
+        assert float(level.min()) > -1e-4 and float(level.max()) < 1 + 1e-4  # float32 at 255 is right to 2e-5
+    noise = (first.double() * DATA.scale + DATA.shift + 1) * 128 - grey
+    # 32,000 uniform numbers: the mean has sd .289 / sqrt(32000), the mean square 1/3 with sd .298 / sqrt(32000).
+    assert abs(float(noise.mean()) - 1 / 2) < 5 * 0.289 / math.sqrt(32_000)
+    assert abs(float(noise.square().mean()) - 1 / 3) < 5 * 0.298 / math.sqrt(32_000)
+
+
+def test_standardised_bytes_have_mean_0_and_sd_1() -> None:
+    assert DATA.train.dtype == torch.uint8
+    grey = DATA.train.double() / 127.5 - 1
+    assert pytest.approx(float(grey.mean()), abs=1e-6) == DATA.shift  # bytes become float32 numbers first
+    assert pytest.approx(float(grey.std()), abs=1e-6) == DATA.scale
+    z = DATA.standardise(DATA.train).double()
+    assert float(z.mean()) == pytest.approx(0, abs=1e-6) and float(z.std()) == pytest.approx(1, abs=1e-6)
+
+
+def test_black_and_white_are_the_ends_of_the_range() -> None:
+    assert to_unit_range(torch.tensor([0, 255], dtype=torch.uint8)).tolist() == [-1, 1]
+    assert to_unit_range(torch.tensor([0.0, 255.0])).tolist() == [0, 255]  # floats are in data units already
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_energies_of_bytes_are_those_of_grey_levels(kind: str) -> None:
+    it = config()
+    setup = begin(it, DATA)
+    nn.init.normal_(setup.state.network.inner.head.weight)
+    model = Model.from_training(it, DATA, setup.state, setup.ladder)
+    grey = DATA.held_out[:20]
+    unit = grey.float() / 127.5 - 1
+    given = (grey.numpy(), unit.numpy()) if kind == "numpy" else (grey, unit)
+    a, b = (torch.as_tensor(model.energy(x, 1)) for x in given)
+    assert a.dtype == b.dtype == torch.float32 and len(a.unique()) == 20
+    torch.testing.assert_close(a, b)  # numpy goes by way of float64
+
+
+def test_energies_of_rows_of_bytes_are_those_of_the_training_units() -> None:
+    """What training standardised as grey levels, the model must too."""
+    rows = Dataset.standardised("rows", DIGITS[:1297].flatten(1), DIGITS[1297:].flatten(1))
+    it = config(network="level-mlp")
+    setup = begin(it, rows)
+    model = Model.from_training(it, rows, setup.state, setup.ladder)
+    expected = setup.state.network(rows.standardise(rows.held_out), torch.zeros(500, dtype=torch.long)).detach()
+    torch.testing.assert_close(model.energy(rows.held_out), expected)  # the same operations
+
+
+# What this machine cannot do.
+
+
+@pytest.mark.parametrize("start", [begin, train])
+def test_a_missing_gpu_is_said(monkeypatch: pytest.MonkeyPatch, start: Any) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(InputError) as error:
+        start(config(device="cuda"), DATA)
+    one_sentence(error, "device=cuda", "device=cpu")
+
+
+@pytest.mark.parametrize("precision", ["tf32", "fp16", "bf16"])
+def test_coarse_arithmetic_on_a_cpu_is_refused(precision: str) -> None:
+    with pytest.raises(InputError) as error:
+        train(config(precision=precision), DATA)
+    one_sentence(error, f"precision={precision}", "device=cuda")
+
+
+@pytest.mark.parametrize("precision", list(HALF))
+def test_half_precision_without_convolutions_is_refused(precision: str) -> None:
+    """When the engine is made, before anything is trained; TF32 is a switch of the library and harms nothing."""
+    network, ladder = ReluMLP(2, 8, 1), Ladder.geometric(2)
+    on_gpu = config(network="relu-mlp", device="cuda", precision=precision)
+    with pytest.raises(InputError) as error:
+        Engine(on_gpu, network, ladder, torch.Generator())
+    one_sentence(error, f"precision={precision}", "fp32")
+    Engine(replace(on_gpu, precision="tf32"), network, ladder, torch.Generator())
+
+
+def test_half_precision_reaches_the_network_inside() -> None:
+    network = begin(config(), DATA).state.network
+    for precision, kind in {**HALF, "fp32": torch.float32, "tf32": torch.float32}.items():
+        set_precision(network, precision)
+        assert network.inner.compute == kind
+        assert torch.backends.cudnn.allow_tf32 == (precision == "tf32")
+
+
+def test_a_missing_compiler_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(InputError) as error:
+        train(config(compile=True), DATA)
+    one_sentence(error, "compile=true", "g++")
+
+
+# A run on images.
+
+
+def test_training_on_images_of_bytes() -> None:
+    """Few iterations of 16 channels on scikit-learn's digits, with the levels of data and chains paired."""
+    it = config(
+        width=16,
+        top=0,
+        floor=0.1,
+        step_size=0.7,
+        iterations=10,
+        batch=64,
+        store=128,
+        level_rate=0.1,
+        dequantise=True,
+    )
+    seen: list[dict[str, Any]] = []
+    state, _ladder = train(it, DATA, report=seen.append)
+    assert len(seen) == 10 and not any("event" in metrics for metrics in seen)
+    assert all(math.isfinite(value) for metrics in seen for value in metrics.values())
+    assert all(0 < metrics["acceptance"] < 1 for metrics in seen)
+    assert all(torch.isfinite(weight).all() for weight in state.network.parameters())
+    # The model starts with the data's first two moments, so that the mean energies agree. At a level the energies of
+    # data have an sd of at most 10 nats: the means of 64 of them and of 64 chains differ by 5 * 10 * sqrt(2 / 64).
+    assert max(abs(metrics["gap"]) for metrics in seen) < 5 * 10 * math.sqrt(2 / 64)
+    assert int(state.nonfinite) == 0
+
+
+# Compiled and eager.
+
+
+def small_resnet() -> nn.Module:
+    torch.manual_seed(0)
+    return resnet.ResNet((1, 4, 4), levels=3, width=4).double()
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "multipliers", [(2,), pytest.param((1, 2, 2, 2), marks=pytest.mark.long)], ids=["one block", "whole"]
+)
+def test_a_compiled_transition_is_the_eager_one(monkeypatch: pytest.MonkeyPatch, multipliers: tuple[int, ...]) -> None:
+    """The same noise, the same moves. Float64: the order of a sum changes 1e-15, which flips no decision in practice.
+
+    One block, with a convolution for its skip, compiles in a fraction of the time of four.
+    """
+    monkeypatch.setattr(resnet, "MULTIPLIERS", multipliers)
+    network = small_resnet()
+    x = torch.randn(6, 1, 4, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    t, sigma = torch.arange(6) % 3, torch.tensor([0.3, 0.5, 0.7], dtype=torch.float64)
+    torch.compiler.reset()  # what other tests compiled counts against the limit, beyond which steps go uncompiled
+    counters = torch._dynamo.utils.counters
+    graphs = counters["stats"]["unique_graphs"]
+    ends = []
+    for compiled in (False, True):
+        generator = torch.Generator().manual_seed(2)
+        ends.append(unchecked_transition(mala, network, x, t, sigma, 1, full(2), generator, compiled))
+        ends[-1] = (*ends[-1], generator.get_state())
+    assert counters["stats"]["unique_graphs"] == graphs + 1
+    (x_a, t_a, info_a, state_a), (x_b, t_b, info_b, state_b) = ends
+    torch.testing.assert_close(x_a, x_b)
+    torch.testing.assert_close(info_a.steps.accept_prob, info_b.steps.accept_prob)
+    assert torch.equal(t_a, t_b) and torch.equal(state_a, state_b)
+    assert not torch.equal(x_a, x)
+
+
+@needs_compiler
+@pytest.mark.long
+def test_compiled_training_is_eager_training() -> None:
+    """Three iterations in float32. Energies of some 100 nats are right to 1e-5, and so is an acceptance probability:
+    of 3 * 16 * 2 decisions none is as close as that (the chains would differ by a step), and weights of order 1, that
+    Adam moves by .001 a time whatever the gradient, agree to .0001 unless a gradient is zero but for rounding."""
+    runs = [train(config(compile=compiled, iterations=3), DATA)[0] for compiled in (False, True)]
+    a, b = runs
+    assert torch.equal(a.chains.t, b.chains.t) and torch.equal(a.generator.get_state(), b.generator.get_state())
+    torch.testing.assert_close(a.chains.x, b.chains.x, rtol=0, atol=1e-4)
+    for name, weight in a.network.named_parameters():
+        torch.testing.assert_close(weight, b.network.get_parameter(name), rtol=0, atol=1e-4, msg=name)
+
+
+# Resuming a run with a warm start.
+
+
+class Death(BaseException):
+    """Ends a run from within, as a kill would."""
+
+
+def ended(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    tensors, facts = checkpoint.read(folder / CHECKPOINT, STATE)
+    return tensors, {**facts, "seconds": 0}
+
+
+@pytest.fixture(scope="module")
+def warm_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Path]:
+    """A whole run in which everything happens: 6 iterations of denoising, 8 of likelihood."""
+    it = config(
+        iterations=14,
+        denoise=6,
+        checkpoint_every=3,
+        average=0.9,
+        beta1=0.5,
+        trust=0.5,
+        level_rate=0.1,
+        dequantise=True,
+        label_move="block",
+        block=3,
+    )
+    folder = tmp_path_factory.mktemp("whole")
+    train(it, DATA, folder)
+    return it, folder
+
+
+@pytest.mark.parametrize(
+    ("last", "saved"),
+    [(5, 3), (6, 3), (7, 6), (11, 9)],
+    ids=["inside", "in the last iteration of denoising", "at its end", "after it"],
+)
+def test_a_warm_start_resumes_bit_for_bit(warm_run: tuple[Config, Path], tmp_path: Path, last: int, saved: int) -> None:
+    it, whole = warm_run
+
+    def report(metrics: dict[str, Any]) -> None:
+        if metrics["iteration"] >= last:
+            raise Death
+
+    with pytest.raises(Death):
+        train(it, DATA, tmp_path, report=report)
+    assert ended(tmp_path)[1]["iteration"] == saved
+    train(it, DATA, tmp_path, resume=True)
+    (tensors, facts), (expected, expected_facts) = ended(tmp_path), ended(whole)
+    assert facts == expected_facts and tensors.keys() == expected.keys()
+    for key, value in expected.items():
+        assert torch.equal(tensors[key], value), key
+
+
+# The trust limit.
+
+
+def moved(setup: Setup) -> tuple[float, dict[str, Tensor]]:
+    """After one iteration: the loss's first-order change by the optimiser's step, and the weights."""
+    before = {k: v.detach().clone() for k, v in setup.state.network.named_parameters()}
+    step(setup)
+    after = {k: v.detach().clone() for k, v in setup.state.network.named_parameters()}
+    slopes = [
+        ((after[k] - before[k]).double() * v.grad.double()).sum()
+        for k, v in setup.state.network.named_parameters()
+        if v.grad is not None
+    ]
+    return float(torch.stack(slopes).sum()), after
+
+
+@pytest.mark.parametrize("optimiser", ["adam", "sgd"])
+@pytest.mark.parametrize("network", ["level-resnet", "resnet"])
+def test_an_update_lowers_the_loss_by_no_more_than_trust(optimiser: str, network: str) -> None:
+    """In every one of some iterations; the first step of the free run is ten times as large, so that the limit bites.
+
+    Float32: weights of order 1 are right to 6e-8, steps of .001 or less therefore to 1e-4 or so, and their sum better.
+    """
+    it = config(network=network, optimiser=optimiser, learning_rate=0.01)
+    free = -moved(begin(it, DATA))[0]
+    assert free > 0
+    limit = free / 10
+    setup = begin(replace(it, trust=limit), DATA)
+    changes = [moved(setup)[0] for _ in range(4)]
+    assert changes[0] == pytest.approx(-limit, rel=0.01)
+    assert all(abs(change) <= 1.01 * limit for change in changes)
+
+
+def test_a_step_that_is_small_enough_is_left_alone() -> None:
+    it = config(learning_rate=0.01)
+    change, free = moved(begin(it, DATA))
+    _change, limited = moved(begin(replace(it, trust=2 * abs(change)), DATA))
+    for name, weight in free.items():
+        # old + (new - old) is new up to its last bit.
+        torch.testing.assert_close(limited[name], weight, rtol=2**-22, atol=0, msg=name)
+
+
+def test_a_shortened_step_keeps_its_direction() -> None:
+    it = config(learning_rate=0.01)
+    setup = begin(it, DATA)
+    start = {k: v.detach().clone() for k, v in setup.state.network.named_parameters()}
+    change, free = moved(setup)
+    _change, limited = moved(begin(replace(it, trust=abs(change) / 4), DATA))
+    for name, old in start.items():
+        # Steps of .01 on weights of order 1, in float32.
+        torch.testing.assert_close(limited[name] - old, (free[name] - old) / 4, rtol=1e-3, atol=1e-6, msg=name)
+
+
+def line(start: float, **changes: Any) -> tuple[Config, Setup]:
+    """A network of one weight, with energy w x."""
+
+    class Line(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.tensor(start))
+
+        def forward(self, x: Tensor, t: Tensor) -> Tensor:
+            return self.w * x.flatten(1).sum(1)
+
+    it = config(optimiser="sgd", learning_rate=1.0, decay_start=1.0, **changes)
+    return it, begin(it, DATA, Line())
+
+
+@pytest.mark.parametrize(
+    "clip",
+    [0.0, 1.0],
+)
+def test_trust_is_in_nats_of_the_loss_itself(clip: float) -> None:
+    """A loss of 1000 w: whatever the optimiser is given, the step may lower the loss by 10 at most."""
+    it, setup = line(0.0, clip=clip, trust=10.0)
+    state = setup.state
+    update(it, state, 1000 * state.network.w, it.trust)
+    assert 1000 * abs(state.network.w.item()) <= 10.001  # float32
+
+
+# Levels balanced by counting.
+
+
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[Negatives]:
+    seen: list[Negatives] = []
+
+    def watch(*args: Any) -> Negatives:
+        seen.append(draw_negatives(*args))
+        return seen[-1]
+
+    monkeypatch.setattr(training, "draw_negatives", watch)
+    return seen
+
+
+@pytest.mark.parametrize("optimiser", ["adam", "sgd"])
+def test_constants_follow_the_label_counts_and_nothing_else(monkeypatch: pytest.MonkeyPatch, optimiser: str) -> None:
+    """A level that holds a share s of the chains, before and after their move, rises by rate * (s * levels - 1)."""
+    it = config(level_rate=0.5, optimiser=optimiser, bursts=2, warm_up=3, learning_rate=0.01, energy_penalty=0.1)
+    setup, seen = begin(it, DATA), watched(monkeypatch)
+    constant = setup.state.network.constant
+    for k in range(3):
+        before, others = constant.detach().clone(), setup.state.network.inner.head.weight.detach().clone()
+        step(setup)
+        visits = torch.cat([*(burst.level for burst in seen[-1].bursts), seen[-1].t])
+        assert len(visits) == 3 * it.batch
+        share = torch.bincount(visits, minlength=6).double() / len(visits)
+        pace = 0.5 * learning_rate(it, k) / it.learning_rate
+        assert pace == pytest.approx(0.5 * (k + 1) / 4)  # it warms up with the rate
+        change = (constant.detach() - before).double()
+        torch.testing.assert_close(change, pace * (6 * share - 1), rtol=1e-5, atol=1e-6)  # float32
+        assert ((change > 0) == (share > 1 / 6)).all()
+        assert not torch.equal(others, setup.state.network.inner.head.weight)  # the optimiser did move the rest
+    assert not constant.requires_grad and constant.grad is None
+    index = [name for name, _ in setup.state.network.named_parameters()].index("constant")
+    assert index not in setup.state.optimiser.state_dict()["state"]
+
+
+def test_without_level_rate_the_optimiser_moves_the_constants() -> None:
+    setup = begin(config(), DATA)
+    step(setup)
+    assert setup.state.network.constant.requires_grad and (setup.state.network.constant != 0).any()
+
+
+def test_data_take_the_levels_of_the_chains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a constant per level drops out of the gap."""
+    gaps = []
+    for shift in (0.0, 100.0):
+        setup = begin(config(level_rate=1e-6, iterations=2, label_move="local"), DATA)
+        with torch.no_grad():
+            setup.state.network.constant += shift * torch.tensor([0.0, 1, 0, 1, 0, 1])
+        # Steps only, no label moves: the constants must not change where the chains go.
+        monkeypatch.setattr(setup.engine, "move", lambda energy, x, t, g: full(0)(energy, x, t, g)._replace(t=t))
+        gaps.append(float(step(setup)[1]))
+    assert gaps[0] == pytest.approx(gaps[1], abs=1e-3)  # energies of some 100 nats in float32
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"network": "resnet"},
+        {"network": "gated-mlp"},
+        {"network": "level-mlp", "method": "persistent"},
+        {"method": "drl"},
+    ],
+    ids=str,
+)
+def test_level_rate_without_constants_is_refused(changes: dict[str, Any]) -> None:
+    data = DATA if changes.get("network") != "gated-mlp" else Dataset("rows", torch.randn(50, 3), torch.randn(5, 3))
+    with pytest.raises(InputError) as error:
+        begin(config(**({"level_rate": 0.1} | changes)), data)
+    one_sentence(error, "level_rate", "constant", "level-mlp")
+
+
+def test_counting_makes_wrong_constants_right() -> None:
+    """An exact Gaussian at every level, but for constants that are off by up to 6 nats; the network stands still.
+
+    Chains then sit on few levels. Counting must make the labels uniform, as they are for an exact model: 1,000 labels
+    on 5 levels are off by .025 in total variation, and constants wander by .1 or so at the pace of the end.
+    """
+    data = torch.randn(1000, 2, generator=torch.Generator().manual_seed(0)) @ torch.tensor([[1.0, 0.5], [0.0, 0.8]])
+    wrong = torch.tensor([0.0, 3.0, -3.0, 2.0, -1.0])
+    shares, constants = {}, {}
+    for rate in (0.0, 0.3):
+        ladder = Ladder.geometric(2, floor=0.3, top=4)
+        torch.manual_seed(1)
+        network = LevelMLP(data, ladder, width=4, hidden=1)
+        with torch.no_grad():
+            network.constant += wrong
+        it = config(
+            network="level-mlp",
+            level_rate=rate,
+            learning_rate=1e-9,
+            top=4,
+            floor=0.3,
+            iterations=150,
+            batch=1000,
+            store=1000,
+            steps=1,
+            step_size=0.8,
+            decay_start=0.3,
+        )
+        state, _ladder = train(it, Dataset("gaussian", data, data[:10]), network=network)
+        shares[rate] = torch.bincount(state.chains.t, minlength=5) / 1000
+        constants[rate] = state.network.constant.detach()
+    assert float((shares[0.0] - 0.2).abs().sum()) / 2 > 0.4
+    assert float((shares[0.3] - 0.2).abs().sum()) / 2 < 0.1
+    assert float(constants[0.3].max() - constants[0.3].min()) < 0.5
+    torch.testing.assert_close(constants[0.0], wrong, rtol=0, atol=1e-5)  # 150 steps of 1e-9
+
+
+# Is a coarse arithmetic still exact enough?
+
+VARIANCE = torch.tensor([0.5, 1.0, 2.0])
+SIGMA = 0.9 * VARIANCE.double().sqrt()
+EVENT = (1, 3, 3)
+
+
+class Coarse(nn.Module):
+    """N(0, v_t I) at every level. In half precision the energy is ``fault`` of itself; the slope stays exact."""
+
+    def __init__(self, fault: Any = torch.round) -> None:
+        super().__init__()
+        self.compute, self.fault = torch.float32, fault
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        v = VARIANCE[t]
+        u = x.square().flatten(1).sum(1) / (2 * v) + x[0].numel() / 2 * v.log()
+        return u if self.compute == torch.float32 else u + (self.fault(u) - u).detach()
+
+
+def at_equilibrium(n: int = 3000, levels: int = 3) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    t = torch.arange(n) % levels
+    return VARIANCE[t].sqrt().reshape(-1, 1, 1, 1) * torch.randn(n, *EVENT, generator=generator), t
+
+
+@pytest.mark.parametrize("kind", ["closed form", "level-resnet"])
+def test_the_same_precision_changes_nothing(kind: str) -> None:
+    if kind == "closed form":
+        network, (x, t), sigma = Coarse(), at_equilibrium(), SIGMA
+    else:
+        setup = begin(config(), DATA)
+        nn.init.normal_(setup.state.network.inner.head.weight, std=0.1)
+        network, sigma = setup.state.network, setup.state.steps.sigma
+        x, t = setup.state.chains.x, setup.state.chains.t
+    report = check_precision(network, "fp32", x, t, sigma, torch.Generator().manual_seed(1))
+    assert report.passes and report.worst == 0
+    assert not report.acceptance.any() and not report.labels.any()
+
+
+@pytest.mark.parametrize("precision", list(HALF))
+def test_energies_in_whole_nats_are_refused_and_rightly_measured(precision: str) -> None:
+    """Against acceptance probabilities written down from the densities, with the noise that the check draws."""
+    network, (x, t) = Coarse(), at_equilibrium()
+    report = check_precision(network, precision, x, t, SIGMA, torch.Generator().manual_seed(1), chunk=3000)
+    assert report.precision == precision and not report.passes and report.worst > 10 * LIMIT
+    assert network.compute == HALF[precision]
+
+    eps = torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).flatten(1).double()
+    x, v, s = x.flatten(1).double(), VARIANCE[t].double(), SIGMA[t]
+    y = x * (1 - s**2 / (2 * v))[:, None] + s[:, None] * eps
+
+    def energy(z: Tensor, v: Tensor) -> Tensor:
+        return z.square().sum(-1) / (2 * v) + 9 / 2 * v.log()
+
+    def log_move(a: Tensor, b: Tensor) -> Tensor:
+        return -(b - a * (1 - s**2 / (2 * v))[:, None]).square().sum(1) / (2 * s**2)
+
+    def acceptance(u_x: Tensor, u_y: Tensor) -> Tensor:
+        return (u_x - u_y + log_move(y, x) - log_move(x, y)).clamp(max=0).exp()
+
+    u_x, u_y = energy(x, v), energy(y, v)
+    moved = (acceptance(u_x.round(), u_y.round()) - acceptance(u_x, u_y)).abs()
+    u = energy(x[:, None], VARIANCE.double())
+    drawn = (torch.softmax(-u.round(), 1) - torch.softmax(-u, 1)).abs().sum(1) / 2
+    for k in range(3):
+        # Float32: an energy within 1e-6 of a half may round the other way, one chain in a thousand's share of a change.
+        assert float(report.acceptance[k]) == pytest.approx(float(moved[t == k].mean()), abs=1e-3)
+        assert float(report.labels[k]) == pytest.approx(float(drawn[t == k].mean()), abs=1e-3)
+
+
+def test_a_fine_fault_passes() -> None:
+    """Rounded to a thousandth of a nat: changes of .0005 at most, far below the limit but not zero."""
+    report = check_precision(
+        Coarse(lambda u: (1000 * u).round() / 1000), "fp16", *at_equilibrium(), SIGMA, torch.Generator().manual_seed(1)
+    )
+    assert 0 < report.worst < 0.001 and report.passes
+
+
+def nan_beyond(limit: float) -> Any:
+    return lambda u: torch.where(u > limit, torch.nan, u)
+
+
+@pytest.mark.parametrize("fault", [nan_beyond(-torch.inf), nan_beyond(8.0)], ids=["everywhere", "in places"])
+def test_energies_that_are_no_numbers_fail(fault: Any) -> None:
+    report = check_precision(Coarse(fault), "fp16", *at_equilibrium(), SIGMA, torch.Generator().manual_seed(1))
+    assert not report.passes and report.worst == math.inf
+
+
+def test_proposals_whose_energy_is_no_number_fail() -> None:
+    """Half precision overflows at every proposal and at no chain: it refuses what float32 accepts 7 times in 10."""
+    generator = torch.Generator().manual_seed(0)
+    x, t = torch.randn(200, 1, 12, 12, generator=generator), torch.ones(200, dtype=torch.long)
+    sigma = torch.full((3,), 0.55, dtype=torch.float64)
+    here = Coarse()(x, t)
+    network = Coarse(lambda u: u if len(u) != len(x) or torch.equal(u, here) else u * torch.nan)
+    report = check_precision(network, "fp16", x, t, sigma, generator)
+    assert not report.passes
+
+
+def test_levels_without_chains_report_zero() -> None:
+    x, t = at_equilibrium(200, levels=2)
+    report = check_precision(Coarse(), "fp16", x, t, SIGMA, torch.Generator().manual_seed(1))
+    assert report.acceptance.shape == report.labels.shape == (3,)
+    assert (report.acceptance[:2] > 0).all() and report.acceptance[2] == report.labels[2] == 0
+
+
+def test_a_refused_precision_gives_way_to_the_next() -> None:
+    """Here TF32 is float32, which passes; a network that fails in all of them ends in fp32."""
+    chains = Chains.start(*at_equilibrium(300))
+    network = Coarse()
+    (sentence,) = settle_precision(network, "fp16", chains, SIGMA, seed=0)
+    assert "fp16" in sentence and "tf32" in sentence and "\n" not in sentence
+    assert network.compute == torch.float32 and torch.backends.cudnn.allow_tf32
+    assert settle_precision(network, "fp32", chains, SIGMA, seed=0) == []
+    assert not torch.backends.cudnn.allow_tf32
+    fine = Coarse(lambda u: u)
+    assert settle_precision(fine, "bf16", chains, SIGMA, seed=0) == [] and fine.compute == torch.bfloat16
