@@ -6,6 +6,7 @@ Beyond 5 of them a check fails; about 40 such numbers appear here, so chance is 
 
 import math
 from collections.abc import Callable
+from typing import NoReturn
 
 import pytest
 import torch
@@ -248,6 +249,10 @@ def pairs(ladder: Ladder, n: int, generator: torch.Generator) -> tuple[Tensor, T
     return x, ladder.diffuse_up(x, t, generator), t
 
 
+def never(*args: Tensor) -> NoReturn:
+    raise AssertionError("recovery likelihood moves no labels")
+
+
 def recovery_negatives(
     network: Network, kernel: str, ladder: Ladder, x: Tensor, partner: Tensor, t: Tensor, seed: int
 ) -> tuple[Tensor, Tensor]:
@@ -255,7 +260,7 @@ def recovery_negatives(
     sigma = 0.1 * ladder.variance.sqrt().clamp(min=0.01)
     none = Chains.start(torch.zeros(0, 2), torch.zeros(0, dtype=torch.long))
     drawn = draw_negatives(
-        drl_config(kernel), network, KERNELS[kernel], ladder, none, sigma, x, t, partner, seeded(seed)
+        drl_config(kernel), network, KERNELS[kernel], ladder, none, sigma, x, t, partner, seeded(seed), never
     )
     return drawn.x, drawn.t
 
