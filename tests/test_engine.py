@@ -1,5 +1,6 @@
 """Training on images of bytes: device, precision and compilation, the update's limits, levels balanced by counting."""
 
+import json
 import math
 import shutil
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from daebm.methods import Negatives, draw_negatives
 from daebm.networks import LevelMLP, ReluMLP
 from daebm.precision import LIMIT, check_precision, settle_precision
 from daebm.samplers.langevin import mala
-from daebm.samplers.mgms import full, unchecked_transition
+from daebm.samplers.mgms import full, transition
 from daebm.state import CHECKPOINT, STATE
 from daebm.training import Setup, begin, step
 from daebm.updates import learning_rate, update
@@ -231,7 +232,7 @@ def test_a_compiled_transition_is_the_eager_one(monkeypatch: pytest.MonkeyPatch,
     ends = []
     for compiled in (False, True):
         generator = torch.Generator().manual_seed(2)
-        ends.append(unchecked_transition(mala, network, x, t, sigma, 1, full(2), generator, compiled))
+        ends.append(transition(mala, network, x, t, sigma, 1, full(2), generator, compiled))
         ends[-1] = (*ends[-1], generator.get_state())
     assert counters["stats"]["unique_graphs"] == graphs + 1
     (x_a, t_a, info_a, state_a), (x_b, t_b, info_b, state_b) = ends
@@ -610,10 +611,36 @@ def test_a_refused_precision_gives_way_to_the_next() -> None:
     """Here TF32 is float32, which passes; a network that fails in all of them ends in fp32."""
     chains = Chains.start(*at_equilibrium(300))
     network = Coarse()
-    (sentence,) = settle_precision(network, "fp16", chains, SIGMA, seed=0)
+    settled, (sentence,) = settle_precision(network, "fp16", chains, SIGMA, seed=0)
+    assert settled == "tf32"
     assert "fp16" in sentence and "tf32" in sentence and "\n" not in sentence
     assert network.compute == torch.float32 and torch.backends.cudnn.allow_tf32
-    assert settle_precision(network, "fp32", chains, SIGMA, seed=0) == []
+    assert settle_precision(network, "fp32", chains, SIGMA, seed=0) == ("fp32", [])
     assert not torch.backends.cudnn.allow_tf32
     fine = Coarse(lambda u: u)
-    assert settle_precision(fine, "bf16", chains, SIGMA, seed=0) == [] and fine.compute == torch.bfloat16
+    assert settle_precision(fine, "bf16", chains, SIGMA, seed=0) == ("bf16", []) and fine.compute == torch.bfloat16
+
+
+def test_a_resumed_run_keeps_its_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deciding again, on other weights, could make a resumed run differ from one left alone."""
+    asked = 0
+
+    def settle(*args: Any) -> tuple[str, list[str]]:
+        nonlocal asked
+        asked += 1
+        return "tf32", ["fp16 is too coarse"]
+
+    monkeypatch.setattr(training, "settle_precision", settle)
+    stop = 3
+
+    def interrupt(metrics: dict[str, Any]) -> None:
+        if metrics["iteration"] == stop:
+            raise KeyboardInterrupt
+
+    it = config(checkpoint_every=2)
+    with pytest.raises(KeyboardInterrupt):
+        train(it, DATA, tmp_path, report=interrupt)
+    state, _ladder = train(it, DATA, tmp_path, resume=True)
+    assert asked == 1 and state.precision == "tf32" and torch.backends.cudnn.allow_tf32
+    events = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [e["reason"] for e in events if "event" in e] == ["fp16 is too coarse"]

@@ -68,7 +68,7 @@ def captured(network: nn.Module, move: mgms.LabelMove, generator: torch.Generato
     sigma = SIGMA.cuda()
 
     def transition(x: Tensor, t: Tensor) -> tuple[Tensor, Tensor, mgms.TransitionInfo]:
-        return mgms.unchecked_transition(langevin.mala, network, x, t, sigma, steps, move, generator, compile=True)
+        return mgms.transition(langevin.mala, network, x, t, sigma, steps, move, generator, compile=True, check=False)
 
     return Captured(transition, generator)
 

@@ -6,11 +6,14 @@ A `Ladder` of noise levels, an energy U(x, t) on it, exact samplers that move (x
 from daebm.config import Config
 from daebm.data import Dataset
 from daebm.errors import CheckpointError, DaebmError, DivergenceError, InputError
+from daebm.images import image_array, image_folder, load_images
 from daebm.ladder import Ladder
 from daebm.methods import METHODS, Method
 from daebm.model import Model, load
+from daebm.precision import check_precision
 from daebm.samplers.langevin import langevin, mala, run
 from daebm.samplers.mgms import block, full, local, transition
+from daebm.spacing import neighbour_acceptance, overlapping, respaced
 from daebm.targets import Gaussian, LabelledLadder, Mixture, Skewed
 from daebm.training import train
 
@@ -19,7 +22,13 @@ __version__ = "0.1.0"
 # In the order of the data flow.
 __all__ = [
     "Dataset",
+    "load_images",
+    "image_array",
+    "image_folder",
     "Ladder",
+    "overlapping",
+    "neighbour_acceptance",
+    "respaced",
     "Gaussian",
     "Mixture",
     "Skewed",
@@ -31,6 +40,7 @@ __all__ = [
     "block",
     "local",
     "transition",
+    "check_precision",
     "METHODS",
     "Method",
     "Config",

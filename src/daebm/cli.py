@@ -14,7 +14,7 @@ from typing import Annotated
 import torch
 import tyro
 
-from daebm import report, runs
+from daebm import engine, report, runs
 from daebm.config import Config, check_methods, resolve
 from daebm.errors import DaebmError, DivergenceError, InputError
 from daebm.experiments import EXPERIMENTS, experiment
@@ -114,10 +114,10 @@ class List:
     def __call__(self) -> None:
         print("Experiments (presets)")
         for it in EXPERIMENTS.values():
-            print(f"  {it.name:<12} {it.title} ({', '.join(it.presets)})")
+            print(f"  {it.name:<14} {it.title} ({', '.join(it.presets)})")
         print("Methods")
         for row in METHODS.values():
-            print(f"  {row.name:<12} {row.title}")
+            print(f"  {row.name:<14} {row.title}")
 
 
 @dataclass
@@ -143,12 +143,17 @@ class Show:
             value = getattr(config, name)
             print(f"  {name:<18} {value if isinstance(value, str) else json.dumps(value)}")
         gradients = config.iterations * config.gradients_per_iteration * config.batch
-        seconds = _seconds_per_iteration(config) * config.iterations
+        try:
+            engine.check(config)
+        except InputError as error:  # the settings can be read all the same
+            time_needed = f"not timed: {error}"
+        else:
+            seconds = _seconds_per_iteration(config) * config.iterations
+            time_needed = f"about {seconds:,.0f} s here, {torch.get_num_threads()} threads"
         long_run = config.long_run_chains * config.long_run_steps
         print(
             f"Cost: {config.iterations:,} iterations, {gradients:.3g} energy gradients in training "
-            f"(about {seconds:,.0f} s here, {torch.get_num_threads()} threads); evaluation comes on top, with "
-            f"{long_run:.3g} in a long run."
+            f"({time_needed}); evaluation comes on top, with {long_run:.3g} in a long run."
         )
 
 
@@ -209,10 +214,10 @@ def _set_threads(threads: int) -> None:
 def _seconds_per_iteration(config: Config, tries: int = 3) -> float:
     """Time a few iterations after a first one."""
     setup = begin(config, experiment(config.experiment).dataset(config))
-    step(setup)
+    step(setup).tolist()  # a GPU is done when its result can be read
     clock = time.perf_counter()
     for _ in range(tries):
-        step(setup)
+        step(setup).tolist()
     return (time.perf_counter() - clock) / tries
 
 

@@ -63,7 +63,7 @@ class Config:
     clip: float = 0.0  # largest gradient norm; 0 is off
     trust: float = 0.0  # nats: an update is shortened to lower the gap of its own batch by no more; 0 is off
     energy_penalty: float = 0.0  # weight of mean U^2 over data and chains
-    level_rate: float = 0.0  # see training.step: levels of data and chains paired, their masses balanced by counting
+    level_rate: float = 0.0  # nats: how fast level masses follow the label counts; data then take the chains' levels
     average: float = 0.0  # decay of the exponential weight average that the final model uses; 0 is off
 
     # Chains

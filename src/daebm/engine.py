@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from daebm.errors import InputError
 from daebm.ladder import Ladder
 from daebm.methods import Transition
+from daebm.samplers import mgms
 from daebm.samplers.capture import Captured
 from daebm.samplers.langevin import Kernel
-from daebm.samplers.mgms import label_move, unchecked_transition
 
 if TYPE_CHECKING:
     from daebm.config import Config
@@ -26,7 +26,9 @@ HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 def check(config: Config) -> torch.device:
     """The config's device, refusing what this machine cannot do."""
     if config.device == "cuda" and not torch.cuda.is_available():
-        raise InputError("device=cuda, but this machine has no usable GPU: add --set device=cpu precision=fp32 (slow)")
+        raise InputError(
+            "device=cuda, but there is no usable GPU here: add --set device=cpu --set precision=fp32 (slow)"
+        )
     if config.device == "cpu" and config.precision != "fp32":
         raise InputError(f"precision={config.precision} needs device=cuda: a CPU works in fp32")
     if config.compile and config.device == "cpu" and shutil.which(os.environ.get("CXX", "g++")) is None:
@@ -56,7 +58,7 @@ class Engine:
 
     def __init__(self, config: Config, network: nn.Module, ladder: Ladder, generator: torch.Generator) -> None:
         self.config, self.network, self.generator = config, network, generator
-        self.move = label_move(config.label_move, ladder.top, config.block)
+        self.move = mgms.label_move(config.label_move, ladder.top, config.block)
         self.on_gpu = config.device == "cuda"
         self.transitions: dict[Kernel, Transition] = {}
         set_precision(network, config.precision)
@@ -79,8 +81,8 @@ class Engine:
             return self.move(labels, x, t, generator)
 
         def transition(x: Tensor, t: Tensor, sigma: Tensor) -> Any:
-            return unchecked_transition(
-                kernel, self.network, x, t, sigma, config.steps, move, self.generator, config.compile
+            return mgms.transition(
+                kernel, self.network, x, t, sigma, config.steps, move, self.generator, config.compile, check=False
             )
 
         return Captured(transition, self.generator) if config.compile and self.on_gpu else transition

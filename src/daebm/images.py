@@ -192,7 +192,7 @@ def _download(name: str, key: str, looked: str) -> Path:
     from requests import RequestException
 
     folder, file = _cache() / Path(key).parent, f"{Path(key).name}.gz"
-    own = "put it into a folder that data_dir or the environment variable DAEBM_DATA names"
+    own = "put it into a folder that --data-dir (data_dir in Python) or the environment variable DAEBM_DATA names"
     if MIRRORS[name] is None:
         raise InputError(f"{file} is not in {looked} and has no download: {LETTERS_SOURCE}, and {own}")
     url = f"{MIRRORS[name]}/{file}"

@@ -97,8 +97,10 @@ def check_precision(
     return PrecisionReport(precision, (sums[0] / seen).cpu(), (sums[1] / seen).cpu())
 
 
-def settle_precision(network: nn.Module, precision: str, chains: Chains, sigma: Tensor, seed: int) -> list[str]:
-    """Set the first precision, from ``precision`` on, that passes on these chains; returns why others do not."""
+def settle_precision(
+    network: nn.Module, precision: str, chains: Chains, sigma: Tensor, seed: int
+) -> tuple[str, list[str]]:
+    """Set and return the first precision, from ``precision`` on, that passes on these chains, and why others do not."""
     refused = []
     while precision in FALLBACK:
         generator = torch.Generator(chains.x.device).manual_seed(seed + CHECK_SEED)
@@ -112,4 +114,4 @@ def settle_precision(network: nn.Module, precision: str, chains: Chains, sigma: 
         )
         precision = FALLBACK[precision]
     set_precision(network, precision)
-    return refused
+    return precision, refused

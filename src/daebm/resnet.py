@@ -48,7 +48,7 @@ class ResNet(nn.Module):
             raise InputError(f"an image network takes events of shape (c, h, w), got {event}")
         if width < 4 or width % 2:
             raise InputError(f"an image network needs an even width of at least 4, got width={width}")
-        self.event, self.levels, self.compute = event, levels, torch.float32
+        self.levels, self.compute = levels, torch.float32
         missing = [-size % 2 ** (len(MULTIPLIERS) - 1) for size in event[:0:-1]]  # width first, as F.pad wants it
         self.padding = [side for m in missing for side in (m // 2 + 1, m - m // 2 + 1)]
         half, time = width // 2, 4 * width

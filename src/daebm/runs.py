@@ -204,6 +204,7 @@ def _training_facts(config: Config, state: Any) -> Summary:
         "rollbacks": state.rollbacks,
         "learning_rate_scale": state.rate_scale,
         "nonfinite_proposals": int(state.nonfinite),
+        "precision": state.precision,
         "step_sizes": state.steps.sigma.tolist(),
     }
     if levels > 1 and config.method == "da":

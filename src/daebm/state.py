@@ -41,6 +41,7 @@ class TrainingState:
     rate_scale: float  # lowered at each roll-back
     rollbacks: int
     nonfinite: Tensor  # proposals and label energies refused so far; on the device, where it is counted
+    precision: str  # the one that passed the check when the run began: a resumed run goes on in it
     seconds: float  # spent in training, over all sessions; reported, never read by a schedule
 
 
@@ -109,6 +110,7 @@ def start(config: Config, data: Tensor, ladder: Ladder, network: nn.Module | Non
         rate_scale=1.0,
         rollbacks=0,
         nonfinite=torch.zeros((), dtype=torch.long, device=device),
+        precision=config.precision,
         seconds=0.0,
     )
 
@@ -202,7 +204,7 @@ def _pack(state: TrainingState) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors[f"steps.{name}"] = getattr(state.steps, name)
     tensors["generator"] = state.generator.get_state()
     tensors["order"] = state.order
-    return tensors, {name: getattr(state, name) for name in _NUMBERS} | {"nonfinite": int(state.nonfinite)}
+    return tensors, {name: getattr(state, name) for name in _FACTS} | {"nonfinite": int(state.nonfinite)}
 
 
 def _unpack(state: TrainingState, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
@@ -221,11 +223,11 @@ def _unpack(state: TrainingState, tensors: dict[str, Tensor], facts: dict[str, A
     state.generator.set_state(tensors["generator"].cpu())
     state.order = tensors["order"].to(device)
     state.nonfinite.fill_(facts["nonfinite"])
-    for name in _NUMBERS:
+    for name in _FACTS:
         setattr(state, name, facts[name])
 
 
-_NUMBERS = ("cursor", "iteration", "rate_scale", "rollbacks", "seconds")
+_FACTS = ("cursor", "iteration", "rate_scale", "rollbacks", "precision", "seconds")
 
 
 def _part(tensors: dict[str, Tensor], prefix: str, device: torch.device | None = None) -> dict[str, Tensor]:

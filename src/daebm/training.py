@@ -85,19 +85,22 @@ def train(
     setup = begin(config, dataset, network)
     state = setup.state
     saved = Saved(config, dataset, setup.ladder, folder)
+    refused: list[str] = []
     if resume and saved.exists:
         saved.load(state)
+        engine.set_precision(state.network, state.precision)
     else:
+        state.precision, refused = settle_precision(
+            state.network, config.precision, state.chains, state.steps.sigma, config.seed
+        )
         saved.save(state)
     metrics_file = None if folder is None else MetricsLog(folder / "metrics.jsonl", state.iteration)
+    for reason in refused:
+        event: dict[str, Any] = {"iteration": state.iteration, "event": "precision", "reason": reason}
+        report(event)
+        if metrics_file is not None:
+            metrics_file.write(event)
     clock = time.perf_counter()
-
-    if config.device == "cuda":
-        for refused in settle_precision(state.network, config.precision, state.chains, state.steps.sigma, config.seed):
-            event = {"iteration": state.iteration, "event": "precision", "reason": refused}
-            report(event)
-            if metrics_file is not None:
-                metrics_file.write(event)
     check_every = config.log_every if config.device == "cuda" else 1  # reading from a GPU stops it
     unread: list[Tensor] = []
 

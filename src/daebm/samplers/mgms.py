@@ -139,11 +139,24 @@ def transition(
     move: LabelMove,
     generator: torch.Generator | None = None,
     compile: bool = False,
+    check: bool = True,
 ) -> tuple[Tensor, Tensor, TransitionInfo]:
     """Algorithm 2: ``steps`` Langevin steps at the chains' levels with step sizes sigma[t], then a label move.
 
-    Costs steps + 1 gradients, and the forwards of the label move.
+    Costs steps + 1 gradients, and the forwards of the label move. Without ``check`` nothing is read back from the
+    device, so that the whole can be captured in a graph.
     """
+    if check:
+        _check(sigma, t, steps)
+    state = langevin.init(lambda y: energy(y, t), x, compile)
+    state, info = langevin.take_steps(
+        kernel, lambda y: energy(y, t), state, sigma[t].to(x.dtype), steps, generator, compile
+    )
+    label = move(energy, state.x, t, generator)
+    return state.x, label.t, TransitionInfo(t, Info(info.accept_prob / steps, info.nonfinite), label.nonfinite)
+
+
+def _check(sigma: Tensor, t: Tensor, steps: int) -> None:
     if steps < 1:
         raise InputError(f"steps must be at least 1, got {steps}")
     if sigma.ndim != 1 or int(t.min()) < 0 or int(t.max()) >= len(sigma):
@@ -154,24 +167,3 @@ def transition(
     at_level = sigma[t]
     if not bool((torch.isfinite(at_level) & (at_level > 0)).all()):
         raise InputError(f"sigma must be positive, got {at_level[~(at_level > 0)][0]:g}")
-    return unchecked_transition(kernel, energy, x, t, sigma, steps, move, generator, compile)
-
-
-def unchecked_transition(
-    kernel: Kernel,
-    energy: Energy,
-    x: Tensor,
-    t: Tensor,
-    sigma: Tensor,
-    steps: int,
-    move: LabelMove,
-    generator: torch.Generator | None,
-    compile: bool,
-) -> tuple[Tensor, Tensor, TransitionInfo]:
-    """`transition` without its checks, which would read from the device: this can be captured in a graph."""
-    state = langevin.init(lambda y: energy(y, t), x, compile)
-    state, info = langevin.take_steps(
-        kernel, lambda y: energy(y, t), state, sigma[t].to(x.dtype), steps, generator, compile
-    )
-    label = move(energy, state.x, t, generator)
-    return state.x, label.t, TransitionInfo(t, Info(info.accept_prob / steps, info.nonfinite), label.nonfinite)
