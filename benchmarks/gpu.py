@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ from daebm.precision import check_precision
 from daebm.resnet import ResNet
 from daebm.samplers.capture import Captured
 from daebm.samplers.langevin import energy_and_gradient, init, mala, take_steps
+from daebm.samplers.mgms import at_level
 from daebm.state import CHECKPOINT, STATE
 from daebm.training import begin, step
 
@@ -66,7 +68,7 @@ class Plain(nn.Module):
         net = self.inner
         angle = t.unsqueeze(1) * net.frequencies
         time = F.silu(net.embed[1](F.silu(net.embed[0](torch.cat([angle.sin(), angle.cos()], 1)))))
-        h = F.conv2d(F.pad(x, net.padding), net.stem.weight, net.stem.bias)
+        h = F.conv2d(F.pad(x, net.padding), net.stem.weight, net.stem.bias, padding=1)
         for i, block in enumerate(net.blocks):
             h = F.avg_pool2d(h, 2) if i else h
             c = block.first(F.silu(h)) + block.shift(time)[:, :, None, None]
@@ -100,8 +102,8 @@ def captured_steps(network: nn.Module, x: Tensor, t: Tensor, precision: str, ste
 
     def burst(y: Tensor) -> Tensor:
         with torch.no_grad():
-            state = init(lambda z: network(z, t), y, True)
-            state, _info = take_steps(mala, lambda z: network(z, t), state, sigma, steps, generator, True)
+            here = at_level(network, t)
+            state, _info = take_steps(mala, here, init(here, y, True), sigma, steps, generator, True)
         return state.x
 
     go = Captured(burst, generator)
@@ -136,8 +138,9 @@ def main() -> None:
         torch.backends.cudnn.deterministic = False
         ms = milliseconds(lambda: energy_and_gradient(lambda y: plain(y, t), x), inner=5)
         line(f"eager {precision}, NCHW", ms, precision)
-    for precision in ("tf32", "fp16", "bf16"):
-        line(f"ours {precision}, captured MALA", captured_steps(network, x, t, precision, STEPS), precision)
+    for precision in ("tf32x2", "tf32", "fp16", "bf16"):
+        ms = captured_steps(network, x, t, precision, STEPS)
+        line(f"ours {precision}, captured MALA", ms, precision.removesuffix("x2"))
     del network
 
     if arguments.model:
@@ -160,12 +163,12 @@ def trained(folder: Path) -> None:
         snapshots.append((x, t))
     x, t = (torch.cat(part) for part in zip(*snapshots, strict=True))
     print(f"\nprecision on the trained model, {len(x)} chains: mean |change| of acceptance, label TV, worst level each")
-    for precision in ("tf32", "fp16", "bf16"):
+    for precision in ("tf32x2", "tf32", "fp16", "bf16"):
         report = check_precision(model.network, precision, x, t, model.sigma, generator)
         verdict = "admitted" if report.passes else "refused"
         print(f"  {precision:<8}{float(report.acceptance.max()):8.4f}{float(report.labels.max()):8.4f}  {verdict}")
     print("a MALA step of this model, ms:")
-    for precision in ("tf32", "fp16"):
+    for precision in ("tf32x2", "tf32", "fp16"):
         ms = captured_steps(model.network, x[:BATCH], t[:BATCH], precision, STEPS)
         print(f"  {precision:<8}{ms:8.3f}", flush=True)
 
@@ -181,19 +184,21 @@ def iterations(plain: Plain) -> None:
     slow = milliseconds(lambda: plain_iteration(plain, optimiser, x, t), rounds=3)
     print(f"\na training iteration, {BATCH} chains, {STEPS} steps, {TOP + 1} labels: ms, times faster, peak GiB")
     print(f"  {'plain eager tf32':<34}{slow:8.1f}{1:8.2f}")
-    images = torch.randint(256, (2000, 1, 28, 28), dtype=torch.uint8)
-    for precision in ("tf32", "fp16"):
+    images = torch.randint(256, (60_000, 1, 28, 28), dtype=torch.uint8)
+    for precision, move in itertools.product(("tf32x2", "tf32", "fp16"), ("full", "block")):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         config = Config(
             network="resnet", width=128, hidden=1, ladder="paper", top=TOP, delta_first=0.0002, delta_last=0.02,
-            batch=BATCH, store=10_000, steps=STEPS, bursts=1, label_move="full", learning_rate=1e-8, step_size=0.1,
-            start="noise", adapt_every=100, device="cuda", precision=precision, compile=True, dequantise=True,
+            batch=BATCH, store=50_000, steps=STEPS, bursts=1, label_move=move, block=8, learning_rate=1e-8,
+            step_size=0.1, start="noise", adapt_every=100, device="cuda", precision=precision, compile=True,
+            dequantise=True,
         )  # fmt: skip
         setup = begin(config, daebm.Dataset("bench", images, images[:100]))
         ours = milliseconds(lambda setup=setup: step(setup), rounds=5)
         gib = torch.cuda.max_memory_allocated() / 2**30
-        print(f"  {'ours ' + precision:<34}{ours:8.1f}{slow / ours:8.2f}{gib:8.2f}", flush=True)
+        print(f"  {f'ours {precision}, {move} label draw':<34}{ours:8.1f}{slow / ours:8.2f}{gib:8.2f}", flush=True)
+        del setup
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The warm start by denoising: its loss against closed forms, the balance of the levels, the switch to likelihood."""
+"""Learning without chains: the losses against closed forms, the balance of the levels, the switch to likelihood."""
 
 import math
 from typing import Any
@@ -7,13 +7,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from daebm import Config, Dataset, Ladder
+from daebm import Config, Dataset, Ladder, training
 from daebm import denoising as module
-from daebm.denoising import balance_levels, denoising_loss
+from daebm.denoising import balance_levels, chainless_loss, denoising_loss, ordering_loss, settle
 from daebm.errors import InputError
+from daebm.ladder import per_chain
 from daebm.resnet import LevelResNet
+from daebm.samplers.mgms import Energy
 from daebm.spacing import neighbour_acceptance
-from daebm.training import Setup, begin, denoise, learning_rate, step
+from daebm.training import DENOISED_SHARE, Setup, begin, denoise, learning_rate, step
 
 EVENT, D = (1, 4, 4), 16
 FACTOR = torch.randn(D, D, generator=torch.Generator().manual_seed(0)) / math.sqrt(D)
@@ -29,6 +31,10 @@ def gaussian_images(n: int, seed: int) -> Tensor:
 
 LADDER = Ladder.geometric(D, floor=0.2, top=4)
 DRAWS = 4000
+
+
+def noise_sd(t: Tensor, like: Tensor) -> Tensor:
+    return per_chain(LADDER.variance.sqrt(), t, like)
 
 
 class Scaled(nn.Module):
@@ -57,7 +63,7 @@ def losses(t: int, factors: list[float]) -> tuple[list[float], Tensor]:
     v, abar = LADDER.variance[t], LADDER.abar[t]
     x = float(abar.sqrt()) * z + float(v.sqrt()) * eps
     levels = torch.full((DRAWS,), t)
-    found = [denoising_loss(Scaled(exact, k), x, levels, eps, LADDER.variance).item() for k in factors]
+    found = [denoising_loss(Scaled(exact, k), x, levels, eps, noise_sd(levels, x)).item() for k in factors]
     return found, v / (abar * torch.linalg.eigvalsh(truth.covariance_matrix) + v)
 
 
@@ -90,8 +96,8 @@ def test_the_loss_takes_each_point_at_its_own_level() -> None:
     generator = torch.Generator().manual_seed(2)
     t = torch.arange(LADDER.levels).repeat(20)
     x, eps = (torch.randn(len(t), *EVENT, generator=generator) for _ in range(2))
-    parts = [denoising_loss(network, x[t == k], t[t == k], eps[t == k], LADDER.variance) for k in range(5)]
-    torch.testing.assert_close(denoising_loss(network, x, t, eps, LADDER.variance), torch.stack(parts).mean())
+    parts = [denoising_loss(network, x[t == k], t[t == k], eps[t == k], noise_sd(t[t == k], x)) for k in range(5)]
+    torch.testing.assert_close(denoising_loss(network, x, t, eps, noise_sd(t, x)), torch.stack(parts).mean())
 
 
 def test_weights_follow_the_loss() -> None:
@@ -107,7 +113,7 @@ def test_weights_follow_the_loss() -> None:
     x, eps = (torch.randn(len(t), *EVENT, generator=generator, dtype=torch.float64) for _ in range(2))
 
     def loss() -> Tensor:
-        return denoising_loss(network, x, t, eps, LADDER.variance)
+        return denoising_loss(network, x, t, eps, noise_sd(t, x))
 
     for name, weight in network.named_parameters():
         if name == "constant":
@@ -123,6 +129,85 @@ def test_weights_follow_the_loss() -> None:
             weight.add_(direction, alpha=1e-5)
         slope = 0.0 if weight.grad is None else float((weight.grad * direction).sum())
         assert slope == pytest.approx((up - down) / 2e-5, rel=1e-5, abs=1e-8), name
+
+
+# The order of the levels.
+
+DOUBLING = 0.5 * 2.0 ** torch.arange(5, dtype=torch.float64)  # variances of levels N(0, v I) in two dimensions
+BATCHES, PAIRS = 100, 200
+
+
+def doubling(x: Tensor, t: Tensor) -> Tensor:
+    """The exact energies."""
+    v = DOUBLING[t]
+    return x.square().sum(1) / (2 * v) + v.log()
+
+
+def ordering(energy: Energy, swapped: bool = False) -> Tensor:
+    """The loss of each of 100 batches of pairs; the same draws in every call. Has the gradient of the energy."""
+    generator = torch.Generator().manual_seed(10)
+    found = []
+    for _ in range(BATCHES):
+        t = torch.randint(4, (PAIRS,), generator=generator)
+        x, y = (
+            DOUBLING[k].sqrt().unsqueeze(1) * torch.randn(PAIRS, 2, generator=generator, dtype=torch.float64)
+            for k in (t, t + 1)
+        )
+        found.append(ordering_loss(energy, *((y, x) if swapped else (x, y)), t))
+    return torch.stack(found)
+
+
+def standard_errors(values: Tensor) -> float:
+    """Of the mean of independent values from zero."""
+    return float(values.mean() / values.std() * math.sqrt(len(values)))
+
+
+def test_the_order_of_exact_levels_costs_what_it_must() -> None:
+    """|x|^2 / 2 is exponential with mean v, so s = U(x, t) + U(y, t + 1) - U(x, t + 1) - U(y, t) is Laplace, with the
+    density 2/3 e^(-2 s) above and 2/3 e^s below zero. Then E log(1 + e^s) = (4 log 2 - 1) / 3, at any t."""
+    assert abs(standard_errors(ordering(doubling) - (4 * math.log(2) - 1) / 3)) < 5
+
+
+def test_the_masses_of_the_levels_cancel() -> None:
+    """Float64: constants of 1000 nats leave 1e-12."""
+    constant = torch.tensor([0.0, 1000.0, -300.0, 7.0, -1000.0], dtype=torch.float64)
+    shifted = ordering(lambda x, t: doubling(x, t) + constant[t])
+    torch.testing.assert_close(shifted, ordering(doubling), rtol=0, atol=1e-11)
+
+
+ORDERING_FAULTS: dict[str, Any] = {
+    "scaled": lambda: ordering(lambda x, t: 1.5 * doubling(x, t)),
+    "weakened": lambda: ordering(lambda x, t: 0.5 * doubling(x, t)),
+    "sign flipped": lambda: ordering(lambda x, t: -doubling(x, t)),
+    "swapped": lambda: ordering(doubling, swapped=True),
+    "level before": lambda: ordering(lambda x, t: doubling(x, (t - 1).clamp(min=0))),
+    "blind": lambda: ordering(lambda x, t: doubling(x, torch.zeros_like(t))),
+}
+
+
+@pytest.mark.parametrize("fault", ORDERING_FAULTS)
+def test_a_wrong_change_with_the_level_has_a_larger_loss(fault: str) -> None:
+    """On the same draws, by more than 5 standard errors; an energy that does not see the level costs log 2."""
+    assert standard_errors(ORDERING_FAULTS[fault]() - ordering(doubling)) > 5
+
+
+@pytest.mark.parametrize("direction", ["scale", "level", "shape"])
+def test_the_loss_is_flat_at_the_exact_energies(direction: str) -> None:
+    """The slope along any direction is a mean of numbers of mean zero there, and not on either side of it."""
+
+    def slopes(at: float) -> Tensor:
+        extra = torch.full((BATCHES,), at, dtype=torch.float64, requires_grad=True)
+        batch = iter(extra)
+
+        def energy(x: Tensor, t: Tensor) -> Tensor:
+            change = {"scale": doubling(x, t), "level": doubling(x, t) * (t == 2), "shape": t * x[:, 0].square() / 8}
+            return doubling(x, t) + next(batch) * change[direction]
+
+        (grad,) = torch.autograd.grad(ordering(energy).sum(), extra)
+        return grad
+
+    assert abs(standard_errors(slopes(0.0))) < 5
+    assert standard_errors(slopes(0.5)) > 5 and standard_errors(slopes(-0.5)) < -5
 
 
 # The balance of the levels.
@@ -142,7 +227,7 @@ def config(**changes: Any) -> Config:
         "steps": 2,
         "average": 0.9,
     }
-    return Config("test", "da", "test", **(values | changes))
+    return Config(**(values | {"experiment": "test", "preset": "test", "method": "da"} | changes))
 
 
 def setup(**changes: Any) -> Setup:
@@ -158,33 +243,66 @@ def balanced(it: Setup, shifts: Tensor) -> Tensor:
     """Constants after the balance of a network whose constants were off by ``shifts``, less that of level 0."""
     with torch.no_grad():
         it.state.network.constant += shifts
-    balance_levels(it)
+    settle(it)
     constant: Tensor = it.state.network.constant.detach()
     return constant - constant[0]
 
 
-def test_known_shifts_are_taken_back_exactly() -> None:
-    """The same draws are balanced in the same way wherever the constants stood.
-
-    Energies reach 400 nats, where float32 is right to 2e-5; the bisection has no error beside that.
-    """
-    torch.testing.assert_close(balanced(setup(), SHIFTS), balanced(setup(), torch.zeros(5)), rtol=0, atol=2e-4)
-
-
-@pytest.mark.parametrize("chains", [64, 2048])
-def test_balanced_levels_are_balanced_within_sampling_error(monkeypatch: pytest.MonkeyPatch, chains: int) -> None:
-    """Exact constants are all equal. Five standard errors of the worst case:
+def worst_case(chains: int, acceptance: float, top: int = 4) -> float:
+    """Five standard errors, or more, of constants that are balanced on ``chains`` exact draws per level.
 
     An edge's log ratio is where two means over n chains, of numbers in [0, 1], agree: their difference has a variance
     of 2 / (4 n) at most and a slope of the edge's acceptance a. Errors of T edges add up, and neighbours share
-    chains: a variance of 3 T / (2 n a^2) at most.
+    chains: a variance of 3 T / (2 n a^2) at most. Chains that are seen more than once can only lower it.
     """
-    monkeypatch.setattr(module, "BALANCE_CHAINS", chains)
+    return 5 * math.sqrt(3 * top / (2 * chains)) / acceptance
+
+
+@pytest.mark.parametrize("share", [1.0, 0.3])
+def test_a_share_of_the_difference_is_taken_back(share: float) -> None:
+    """Constants that are off by known amounts, on exact draws of levels that are otherwise equal.
+
+    How many chains a level has must not matter. Float32 at 400 nats is right to 2e-5, and five edges add up.
+    """
+    it = setup()
+    t = torch.arange(5).repeat_interleave(torch.tensor([300, 900, 200, 500, 1100]))
+    x = it.ladder.diffuse(it.data, t, it.state.generator)
+    balance_levels(it, x, t)
+    constant = it.state.network.constant
+    equal = constant.detach().clone()
+    with torch.no_grad():
+        constant += SHIFTS
+    balance_levels(it, x, t, share)
+    torch.testing.assert_close(
+        constant.detach(), equal + (1 - share) * (SHIFTS - SHIFTS[0]) + SHIFTS[0], rtol=0, atol=5e-4
+    )
+    # Each on its own level: the Gaussian data have nothing else to take back than sampling error.
+    acceptance = neighbour_acceptance(it.state.network, x, t, 4)
+    assert float(equal.abs().max()) < worst_case(200, float(acceptance.min()))
+
+
+def test_known_shifts_are_taken_back_exactly() -> None:
+    """The same chains are balanced in the same way wherever the constants stood, which have no slope.
+
+    Float64: no decision of a chain hangs on the 1e-13 by which 400 nats are wrong, nor does the bisection.
+    """
+    ends = []
+    for shifts in (SHIFTS, torch.zeros(5)):
+        it = setup()
+        it.data, it.state.network = it.data.double(), it.state.network.double()
+        ends.append(balanced(it, shifts))
+    torch.testing.assert_close(*ends, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("chains", [32, 256])
+def test_balanced_levels_are_balanced_within_sampling_error(monkeypatch: pytest.MonkeyPatch, chains: int) -> None:
+    """Exact constants are all equal, and chains that start from Gaussian data are exact from the first step on."""
+    monkeypatch.setattr(module, "SETTLE_CHAINS", chains)
     it = setup(seed=1)
     t = torch.arange(3000) % it.ladder.levels
     acceptance = neighbour_acceptance(it.state.network, it.ladder.diffuse(it.data, t, it.state.generator), t, 4)
     found = balanced(it, SHIFTS)
-    bound = 5 * math.sqrt(3 * 4 / (2 * chains)) / float(acceptance.min())
+    bound = worst_case(chains, float(acceptance.min()))
     assert float(found.abs().max()) < bound
     assert bound < float(SHIFTS.diff().abs().min())  # so that a balance that does nothing fails
 
@@ -193,16 +311,161 @@ def test_the_balance_works_from_bytes() -> None:
     """Bytes are points in training units there too: diffused grey levels, not 0..255."""
     data = (gaussian_images(3000, 5) * 40 + 100).clamp(0, 255).byte()
     it = begin(config(dequantise=True), Dataset.standardised("bytes", data, data[:10]))
-    balance_levels(it)
-    # Nearly Gaussian still: the worst case of the test above with 64 chains and an acceptance of .4.
-    assert float(it.state.network.constant.detach().abs().max()) < 5 * math.sqrt(3 * 4 / (2 * 64)) / 0.4
+    settle(it)
+    # The chains leave for the Gaussian: the worst case of sampling at an acceptance of .4.
+    assert float(it.state.network.constant.detach().abs().max()) < worst_case(module.SETTLE_CHAINS, 0.4)
 
 
-def test_a_network_without_constants_is_left_alone() -> None:
-    it = setup(network="resnet")
+@pytest.mark.parametrize("moving", [True, False], ids=["moving", "standing still"])
+def test_the_balance_is_that_of_the_model_and_not_of_the_data(monkeypatch: pytest.MonkeyPatch, moving: bool) -> None:
+    """One in ten of the data is rough, the others are flat: nothing like the Gaussian that the network starts as.
+
+    That is normalised at every level, so exact constants are all equal, to the worst case of sampling. The data
+    that are seen most have less of every level's variance than it allows: from them, with steps that go nowhere, each
+    of 8 edges looks nats wrong.
+    """
+    generator, n = torch.Generator().manual_seed(1), 3000
+    rough = torch.rand(n, 1, generator=generator) < 0.1
+    data = torch.randn(n, 1, generator=generator) + rough * torch.randn(n, 64, generator=generator)
+    monkeypatch.setattr(module, "SETTLE_CHAINS", 1000)
+    steps = {"step_size": 0.6} if moving else {"step_size": 1e-6, "step_minimum": 1e-9, "step_maximum": 1e-6}
+    it = begin(config(network="level-mlp", top=8, **steps), Dataset("rough", data, data[:10]))
+    # Exact draws of the model: z = m + C^(1/2) w with the data's moments, diffused.
+    t = torch.arange(n) % it.ladder.levels
+    z = data.mean(0) + torch.randn(n, 64, generator=generator) @ torch.linalg.cholesky(torch.cov(data.T)).T
+    acceptance = neighbour_acceptance(it.state.network, it.ladder.diffuse(z, t, generator), t, 8)
+    bound = worst_case(1000, float(acceptance.min()), top=8)
+    off = float(balanced(it, torch.zeros(9)).abs().max())
+    assert bound < 3
+    assert off < bound if moving else off > 3 * bound
+
+
+def test_the_balance_lets_the_step_sizes_settle() -> None:
+    """Steps that all chains accept grow by a tenth a round, steps that none accepts shrink by a sixth."""
+    for size, factor in {0.05: 1.1, 50.0: 1 / 1.2}.items():
+        it = setup(step_size=size, step_maximum=1000.0)
+        before = it.state.steps.sigma.clone()
+        settle(it)
+        torch.testing.assert_close(it.state.steps.sigma, before * factor**module.SETTLE_ROUNDS)
+        assert not it.state.steps.count.any()
+
+
+@pytest.mark.parametrize("changes", [{"network": "resnet"}, {"method": "persistent"}, {"method": "drl"}], ids=str)
+def test_a_network_without_constants_or_levels_is_left_alone(changes: dict[str, Any]) -> None:
+    it = setup(**changes)
     before = {k: v.clone() for k, v in it.state.network.state_dict().items()}
-    balance_levels(it)
+    settle(it)
     assert all(torch.equal(value, before[key]) for key, value in it.state.network.state_dict().items())
+
+
+# Both losses together, before and beside likelihood.
+
+
+def test_what_is_learned_without_chains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of a denoising loss per pixel, and the ordering of independent pairs one level apart.
+
+    What the two are given must be diffused data, each row of its own: the noise in them is then standard normal, so
+    the mean square of N numbers is 1 with an sd of sqrt(2 / N).
+    """
+    it, seen = setup(), {}
+
+    def removed(x: Tensor, t: Tensor, eps: Tensor, sd: Tensor) -> Tensor:
+        seen["denoising"] = x, t, eps, sd
+        return torch.tensor(3.0)
+
+    def ordered(energy: Energy, x: Tensor, y: Tensor, t: Tensor) -> Tensor:
+        seen["ordering"] = x, y, t
+        assert energy is it.engine.energy
+        return torch.tensor(5.0)
+
+    monkeypatch.setattr(it.engine, "denoising_loss", removed)
+    monkeypatch.setattr(module, "ordering_loss", ordered)
+    z, v, abar = it.data, it.ladder.variance, it.ladder.abar
+    assert float(chainless_loss(it, z, 2000)) == pytest.approx(3 / 2 + 5 / D)
+
+    def noise(x: Tensor, z: Tensor, t: Tensor) -> Tensor:
+        return (x - per_chain(abar.sqrt(), t, x) * z) / per_chain(v.sqrt(), t, x)
+
+    def standard(eps: Tensor) -> bool:
+        return abs(float(eps.square().mean()) - 1) < 5 * math.sqrt(2 / eps.numel())
+
+    x, t, eps, sd = seen["denoising"]
+    assert len(x) == len(t) == 2000 and t.unique().tolist() == [0, 1, 2, 3, 4] and standard(eps)
+    assert torch.equal(sd, noise_sd(t, x))
+    torch.testing.assert_close(noise(x, z[:2000], t), eps, rtol=0, atol=1e-5)  # float32, over a noise sd of .2
+    low, high, t = seen["ordering"]
+    assert len(low) == len(high) == len(t) == 3000 // 4 and t.unique().tolist() == [0, 1, 2, 3]
+    first, second = noise(low, z[:750], t), noise(high, z[750:1500], t + 1)
+    assert standard(first) and standard(second) and abs(float((first * second).mean())) < 5 / math.sqrt(first.numel())
+    # Planted: the pair of one row, or the level of the other one.
+    assert not standard(noise(high, z[:750], t + 1)) and not standard(noise(high, z[750:1500], t))
+
+
+def weights(it: Setup) -> dict[str, Tensor]:
+    return {k: v.detach().clone() for k, v in it.state.network.named_parameters()}
+
+
+def test_without_a_weight_a_step_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is computed and nothing drawn: bit for bit the step whose further loss is zero."""
+    monkeypatch.setattr(training, "chainless_loss", lambda *args: torch.tensor(0.0))
+    expected = setup(denoise=0, denoise_weight=0.5)
+    measures = [step(expected) for _ in range(3)]
+    monkeypatch.delattr(training, "chainless_loss")
+    it = setup(denoise=0)
+    assert it.config.denoise_weight == 0
+    for values in measures:
+        assert torch.equal(step(it), values)
+    assert torch.equal(it.state.generator.get_state(), expected.state.generator.get_state())
+    assert torch.equal(it.state.chains.x, expected.state.chains.x)
+    assert all(torch.equal(value, weights(expected)[key]) for key, value in weights(it).items())
+
+
+def test_a_weight_adds_its_part_of_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In nats of an image, with plain gradient descent: the further step is -rate * weight * pixels * gradient.
+
+    Float32: weights of order 1 are right to 6e-8, so their steps are too.
+    """
+    settings = {"denoise": 0, "optimiser": "sgd", "learning_rate": 0.01, "clip": 0.0, "iterations": 2, "beta1": 0.0}
+    plain, weighted = setup(**settings), setup(**settings, denoise_weight=0.5)
+    for it in (plain, weighted):
+        nn.init.normal_(it.state.network.inner.head.weight, generator=torch.Generator().manual_seed(9), std=0.1)
+    start = weights(plain)
+    seen: dict[str, Any] = {}
+
+    def watch(it: Setup, z: Tensor, rows: int) -> Tensor:
+        seen.update(z=z, rows=rows, generator=it.state.generator.get_state())
+        return chainless_loss(it, z, rows)
+
+    monkeypatch.setattr(training, "chainless_loss", watch)
+    step(plain)
+    assert not seen
+    step(weighted)
+    assert seen["rows"] == len(seen["z"]) // DENOISED_SHARE == 4
+    # It comes last: the chains and the data were the same.
+    assert torch.equal(seen["generator"], plain.state.generator.get_state())
+    assert torch.equal(weighted.state.chains.x, plain.state.chains.x)
+
+    again = setup(**settings)
+    again.state.network.load_state_dict(start, strict=False)
+    again.state.generator.set_state(seen["generator"])
+    loss = chainless_loss(again, seen["z"], seen["rows"])
+    gradients = dict(zip(start, torch.autograd.grad(loss, list(again.state.network.parameters())), strict=True))
+    rate = learning_rate(plain.config, 0)
+    for name, value in weights(weighted).items():
+        further = -rate * 0.5 * D * gradients[name]
+        torch.testing.assert_close(value - weights(plain)[name], further, rtol=1e-3, atol=5e-7, msg=name)
+        assert name == "constant" or bool(further.any())
+
+
+@pytest.mark.parametrize("changes", [{"method": "persistent"}, {"batch": 3}, {"batch": 1}], ids=str)
+def test_one_level_or_few_data_have_no_pairs(changes: dict[str, Any]) -> None:
+    """Neither the warm start nor the weight beside likelihood needs them: the weights move, and to numbers."""
+    it = setup(denoise=2, denoise_weight=0.5, **changes)
+    for go in (denoise, denoise, step, step):
+        before = weights(it)
+        assert torch.isfinite(go(it)).all()
+        assert all(torch.isfinite(value).all() for value in weights(it).values())
+        assert any(not torch.equal(value, before[key]) for key, value in weights(it).items())
 
 
 # The switch.
@@ -272,7 +535,7 @@ def test_denoising_finds_the_slope_of_data_that_are_not_gaussian() -> None:
     x = abar.sqrt() * data + v.sqrt() * eps
 
     def loss() -> float:
-        return denoising_loss(it.state.network, x, t, eps, it.ladder.variance).item()
+        return denoising_loss(it.state.network, x, t, eps, v.sqrt()).item()
 
     start = loss()
     for _ in range(200):

@@ -8,25 +8,28 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from daebm import Config, Dataset, Ladder, resnet, train
+from daebm.denoising import denoising_loss
 from daebm.errors import InputError
 from daebm.networks import build
-from daebm.resnet import LevelResNet, ResNet
+from daebm.resnet import LevelResNet, ResNet, convolve
 
 LEVELS = 5
 EVENTS = [(1, 8, 8), (1, 9, 11), (1, 28, 28), (3, 9, 11), (3, 16, 5)]
 
 
-def small(event: tuple[int, ...] = (1, 8, 8), depth: int = 1, width: int = 4) -> ResNet:
+def small(event: tuple[int, ...] = (1, 8, 8), depth: int = 1, width: int = 4, patch: int = 1) -> ResNet:
     """A network in float64 with biases that are not zero, so that a forgotten one shows."""
     torch.manual_seed(0)
-    network = ResNet(event, LEVELS, width, depth).double()
+    network = ResNet(event, LEVELS, width, depth, patch).double()
     for part in network.modules():
         if isinstance(part, nn.Conv2d | nn.Linear) and part.bias is not None:
             nn.init.normal_(part.bias, std=0.3)
     return network
 
 
-def level_network(event: tuple[int, ...] = (1, 8, 8), floor: float = 0.1) -> tuple[LevelResNet, Ladder, Tensor]:
+def level_network(
+    event: tuple[int, ...] = (1, 8, 8), floor: float = 0.1, patch: int = 1
+) -> tuple[LevelResNet, Ladder, Tensor]:
     """Correlated images with a mean, the ladder, and the network at its start."""
     generator = torch.Generator().manual_seed(1)
     d = math.prod(event)
@@ -34,7 +37,7 @@ def level_network(event: tuple[int, ...] = (1, 8, 8), floor: float = 0.1) -> tup
     data = data.reshape(200, *event)
     ladder = Ladder.geometric(d, floor=floor, top=LEVELS - 1)
     torch.manual_seed(2)
-    return LevelResNet(data, ladder, width=4), ladder, data
+    return LevelResNet(data, ladder, width=4, patch=patch), ladder, data
 
 
 def images(n: int, event: tuple[int, ...], seed: int = 3) -> tuple[Tensor, Tensor]:
@@ -43,12 +46,19 @@ def images(n: int, event: tuple[int, ...], seed: int = 3) -> tuple[Tensor, Tenso
 
 
 def margins(event: tuple[int, ...], multiple: int = 8) -> list[int]:
-    """Zeros around an image, in the order of F.pad, that make its sides multiples of 8; an odd one goes to the end."""
+    """Zeros around an image, in the order of F.pad, that make its sides such multiples; an odd one goes to the end."""
     missing = [-side % multiple for side in (event[2], event[1])]
     return [side for m in missing for side in (m // 2, m - m // 2)]
 
 
-def reference(network: ResNet, x: Tensor, t: Tensor) -> Tensor:
+def squares(x: Tensor, side: int) -> Tensor:
+    """Every square of so many pixels a side as one pixel, its pixels row by row as channels."""
+    return torch.cat(
+        [x[:, [c], i::side, j::side] for c in range(x.shape[1]) for i in range(side) for j in range(side)], 1
+    )
+
+
+def reference(network: ResNet, x: Tensor, t: Tensor, patch: int = 1) -> Tensor:
     """The network written down a second time, plainly, from its weights alone."""
     weights = dict(network.named_parameters())
 
@@ -64,7 +74,7 @@ def reference(network: ResNet, x: Tensor, t: Tensor) -> Tensor:
     angle = t.double()[:, None] * frequencies
     time = layer("embed.0", torch.cat([torch.sin(angle), torch.cos(angle)], 1))
     time = swish(layer("embed.1", swish(time)))
-    h = layer("stem", F.pad(x, margins(tuple(x.shape[1:]))))
+    h = layer("stem", squares(F.pad(x, margins(tuple(x.shape[1:]), 8 * patch)), patch))
     count = sum(name.endswith("first.weight") for name in weights)
     for i in range(count):
         if i and i % (count // 4) == 0:  # four resolutions
@@ -97,9 +107,10 @@ def test_other_sizes_are_padded_with_zeros_to_a_multiple_of_8(event: tuple[int, 
     assert torch.equal(network(x, t), padded(F.pad(x, margins(event)), t))  # the same operations on the same numbers
 
 
+@pytest.mark.parametrize("patch", [1, 2, 3])
 @pytest.mark.parametrize("event", EVENTS, ids=str)
-def test_every_pixel_is_seen(event: tuple[int, ...]) -> None:
-    network = small(event)
+def test_every_pixel_is_seen(event: tuple[int, ...], patch: int) -> None:
+    network = small(event, patch=patch)
     x, t = images(2, event)
     (grad,) = torch.autograd.grad(network(x.requires_grad_(True), t).sum(), x)
     assert (grad != 0).all()
@@ -113,35 +124,92 @@ def test_the_stem_is_a_convolution_of_the_padded_image(event: tuple[int, ...]) -
     torch.testing.assert_close(network._shared(x)[0], plain)  # float64: the order of 27 products at most
 
 
-@pytest.mark.parametrize(("event", "depth"), [((1, 8, 8), 1), ((3, 9, 11), 1), ((1, 8, 8), 2)], ids=str)
-def test_the_network_is_what_it_says(event: tuple[int, ...], depth: int) -> None:
-    """Energy and slope against a plain second writing, in float64: rounding only, so the defaults (1e-7) hold."""
-    network = small(event, depth)
-    assert len(network.blocks) == 4 * depth
+@pytest.mark.parametrize(
+    ("event", "depth", "patch"),
+    [
+        ((1, 8, 8), 1, 1),
+        ((3, 9, 11), 1, 1),
+        ((1, 8, 8), 2, 1),
+        ((1, 16, 16), 1, 2),
+        ((3, 9, 17), 2, 2),
+        ((1, 8, 8), 1, 3),
+    ],
+    ids=str,
+)
+def test_the_network_is_what_it_says(event: tuple[int, ...], depth: int, patch: int) -> None:
+    """Energy and slope against a plain second writing, in float64: rounding only, so the defaults (1e-7) hold.
+
+    With patches the image is padded to a multiple of 8 of them a side: 9 x 17 pixels to 16 x 32 for patches of 2.
+    """
+    network = small(event, depth, patch=patch)
+    assert len(network.blocks) == 4 * depth and network.stem.weight.shape == (4, event[0] * patch**2, 3, 3)
     x, t = images(2 * LEVELS, event)
     x.requires_grad_(True)
-    ours, plain = network(x, t), reference(network, x, t)
+    ours, plain = network(x, t), reference(network, x, t, patch)
     torch.testing.assert_close(ours, plain)
     torch.testing.assert_close(torch.autograd.grad(ours.sum(), x)[0], torch.autograd.grad(plain.sum(), x)[0])
 
 
-@pytest.mark.parametrize("together", [None, 1, 2, 3])
+def test_patches_keep_the_order_of_their_pixels() -> None:
+    """Planted: with two pixels of every square exchanged the network must say something else."""
+    network = small((1, 16, 16), patch=2)
+    x, t = images(4, (1, 16, 16))
+    exchanged = x.clone()
+    exchanged[..., ::2, ::2], exchanged[..., 1::2, ::2] = x[..., 1::2, ::2], x[..., ::2, ::2]
+    with torch.no_grad():
+        assert float((network(exchanged, t) - network(x, t)).abs().min()) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["resnet", "level-resnet"])
+def test_a_config_names_the_patch(name: str) -> None:
+    """784 pixels of 28 x 28 are 196 patches of 2, padded to 16 x 16: a quarter of the first map."""
+    data = torch.randn(10, 1, 28, 28, generator=torch.Generator().manual_seed(5))
+    network = build(Config(network=name, width=4, hidden=1, patch=2), data, Ladder.geometric(784, floor=0.1, top=4))
+    inner = network if name == "resnet" else network.inner
+    assert inner.patch == 2 and inner._shared(data)[0].shape == (10, 4, 16, 16)
+    with pytest.raises(InputError, match="patch must be at least 1"):
+        Config(network=name, patch=0)
+
+
+@pytest.mark.parametrize("patch", [1, 2])
 @pytest.mark.parametrize("kind", ["resnet", "level-resnet"])
-def test_many_labels_at_once_are_one_by_one(monkeypatch: pytest.MonkeyPatch, kind: str, together: int | None) -> None:
+def test_the_energy_at_given_levels_is_the_energy(kind: str, patch: int) -> None:
+    """Energy and slope, of points that come later too: the same operations on the same numbers."""
+    network: nn.Module = small((1, 9, 8), patch=patch)
+    if kind == "level-resnet":
+        network = level_network((1, 9, 8), patch=patch)[0].double()
+        nn.init.normal_(network.inner.head.weight)
+        nn.init.normal_(network.constant)
+    for seed in (3, 4):
+        x, t = images(2 * LEVELS, (1, 9, 8), seed)
+        here = network.at(t)
+        for y in (x, 1 - x):
+            y.requires_grad_(True)
+            a, b = here(y), network(y, t)
+            assert torch.equal(a, b) and len(a.unique()) == len(t)
+            assert torch.equal(*(torch.autograd.grad(u.sum(), y)[0] for u in (a, b)))
+            assert not torch.equal(a, network(y, t.flip(0)))  # planted: levels of other rows
+
+
+@pytest.mark.parametrize(("together", "patch"), [(None, 1), (1, 1), (2, 1), (3, 1), (None, 2), (3, 2)])
+@pytest.mark.parametrize("kind", ["resnet", "level-resnet"])
+def test_many_labels_at_once_are_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, kind: str, together: int | None, patch: int
+) -> None:
     """``together`` labels fit into one part; 7 labels are then 1, 7, 4 or 3 parts."""
     event, n = (1, 9, 8), 3
     if kind == "resnet":
-        network: nn.Module = small(event)
+        network: nn.Module = small(event, patch=patch)
         inner = network
     else:
-        network = level_network(event)[0].double()
+        network = level_network(event, patch=patch)[0].double()
         inner = network.inner
         nn.init.normal_(inner.head.weight)
         nn.init.normal_(network.constant)
     x, _t = images(n, event)
     labels = torch.randint(LEVELS, (n, 7), generator=torch.Generator().manual_seed(4))
     if together is not None:
-        values = n * 4 * 16 * 8  # images, channels, padded pixels: one label's map
+        values = n * 4 * (16 * 8 if patch == 1 else 8 * 8)  # images, channels, padded pixels: one label's map
         monkeypatch.setattr(resnet, "LABEL_VALUES", together * values + values - 1)
     parts, rest = [], inner._rest
     monkeypatch.setattr(inner, "_rest", lambda h, c, time: parts.append(len(h)) or rest(h, c, time))
@@ -222,11 +290,112 @@ def test_coarse_convolutions_give_a_float32_energy_near_the_exact_one() -> None:
     x = x.float()
     with torch.no_grad():
         fine = network(x, t)
-        network.compute = torch.bfloat16
+        network.arithmetic = "bf16"
         coarse, labelled = network(x, t), network.of_labels(x, t.unsqueeze(1)).squeeze(1)
     assert coarse.dtype == torch.float32 and not torch.equal(coarse, fine)
     assert float((coarse - fine).abs().max()) < 0.05 * float(fine.abs().max())
     torch.testing.assert_close(labelled, coarse)  # the same operations
+
+
+# One number as two of 11 bits.
+
+
+def two_part_case() -> tuple[nn.Conv2d, Tensor]:
+    """A layer and numbers of many sizes and both signs, zero among them."""
+    torch.manual_seed(6)
+    x = torch.randn(5, 8, 7, 6, generator=torch.Generator().manual_seed(7))
+    x = x * 10.0 ** torch.arange(-4, 4).reshape(8, 1, 1)
+    x[0, 0, 0, :3] = torch.tensor([0.0, 1.0, -1.0])
+    return nn.Conv2d(8, 16, 3, padding=1), x
+
+
+def given_to(layer: nn.Conv2d, x: Tensor) -> Tensor:
+    """What the layer itself is given in tf32x2."""
+    seen: list[Tensor] = []
+    handle = layer.register_forward_pre_hook(lambda _layer, inputs: seen.append(inputs[0].detach()))
+    convolve(layer, x, "tf32x2")
+    handle.remove()
+    (high,) = seen
+    return high
+
+
+def test_the_large_part_is_a_tf32_number() -> None:
+    """10 bits beyond the leading one: a mantissa in [1/2, 1) times 2^11 is whole. So TF32 does not round it again.
+
+    What is left of x is below the last of these bits, 2^-10 of x, and on the same side of zero.
+    """
+    layer, x = two_part_case()
+    high = given_to(layer, x)
+    mantissa = torch.frexp(high).mantissa * 2**11
+    assert torch.equal(mantissa, mantissa.round())
+    assert not torch.equal(torch.frexp(x).mantissa * 2**11, (torch.frexp(x).mantissa * 2**11).round())
+    low = (x - high).double()
+    assert torch.equal(high.double() + low, x.double())
+    assert (low.abs() <= 2**-10 * x.abs()).all() and (low * x >= 0).all()
+    assert high[0, 0, 0, :3].tolist() == [0.0, 1.0, -1.0]
+
+
+def test_two_parts_are_nearly_float32() -> None:
+    """The small part, 2^-10 of x at most, is multiplied in bfloat16: x and w are off by 2^-9 of themselves each, the
+    result by as much again. Together 3 * 2^-19, below 2^-17 of the sum of |w x|, float32's own 2^-24 or so included.
+
+    Planted: without the small part all is off by some 2^-11, and in bfloat16 alone by more.
+    """
+    layer, x = two_part_case()
+    with torch.no_grad():
+        exact = F.conv2d(x.double(), layer.weight.double(), layer.bias.double(), padding=1)
+        size = F.conv2d(x.abs(), layer.weight.abs(), layer.bias.abs(), padding=1)
+
+        def off(y: Tensor) -> float:
+            assert y.dtype == torch.float32
+            return float(((y - exact).abs() / size).max())
+
+        assert off(layer(x)) < 2**-20
+        assert off(convolve(layer, x, "tf32x2")) < 2**-17
+        assert off(layer(given_to(layer, x))) > 2**-14 and off(convolve(layer, x, "bf16")) > 2**-14
+        for precision in ("fp32", "tf32"):  # TF32 is a switch of the library
+            assert torch.equal(convolve(layer, x, precision), layer(x))
+
+
+def test_the_slope_of_two_parts_is_that_of_the_layer() -> None:
+    """In x and the bias exactly: the same product with the same weights. In the weights it is that of the large part,
+    off by less than 2^-10 of every product that it sums."""
+    layer, x = two_part_case()
+    direction = torch.randn(5, 16, 7, 6, generator=torch.Generator().manual_seed(8))
+    x.requires_grad_(True)
+    inputs = [x, layer.bias, layer.weight]
+    two, plain = (torch.autograd.grad((y * direction).sum(), inputs) for y in (convolve(layer, x, "tf32x2"), layer(x)))
+    assert torch.equal(two[0], plain[0]) and torch.equal(two[1], plain[1])
+    (size,) = torch.autograd.grad(
+        (F.conv2d(x.abs(), layer.weight.abs(), padding=1) * direction.abs()).sum(), layer.weight
+    )
+    assert ((two[2] - plain[2]).abs() <= 2**-10 * size.abs()).all() and not torch.equal(two[2], plain[2])
+
+
+def test_a_network_in_two_parts_learns_as_in_float32() -> None:
+    """Energy and denoising loss, a slope of a slope, with its gradient by every weight.
+
+    A weight sees its input without the small part, off by 2^-11 on average: .001 of a gradient. bfloat16, with two
+    bits less and every product rounded, is off by more.
+    """
+    torch.manual_seed(0)
+    network = ResNet((1, 8, 8), LEVELS, width=8)
+    x, t = images(2 * LEVELS, (1, 8, 8))
+    x, eps = x.float(), images(2 * LEVELS, (1, 8, 8), seed=9)[0].float()
+    found, energies = {}, {}
+    for precision in ("fp32", "tf32x2", "bf16"):
+        network.arithmetic = precision
+        energies[precision] = network(x, t).detach()
+        loss = denoising_loss(network, x, t, eps, torch.full((len(t), 1, 1, 1), 0.5))
+        found[precision] = torch.autograd.grad(loss, list(network.parameters()))
+    # 9 layers in a row of 2^-17 at most each, of sums that cancel in part.
+    assert float((energies["tf32x2"] - energies["fp32"]).abs().max()) < 2**-12 * float(energies["fp32"].abs().max())
+
+    def off(precision: str) -> list[float]:
+        pairs = zip(found[precision], found["fp32"], strict=True)
+        return [float((a - b).norm() / b.norm()) for a, b in pairs]
+
+    assert max(off("tf32x2")) < 0.001 < max(off("bf16"))
 
 
 def refusal(name: str, data: Tensor, width: int = 8) -> str:

@@ -555,6 +555,45 @@ def test_a_transition_costs_its_steps_and_one_label_evaluation(move: str, labels
     assert calls == [(3, True)] * 8 + [(3 * labels, False)]
 
 
+class Asked:
+    """Energies of levels that can be asked for beforehand, with a record of who asked for what."""
+
+    def __init__(self) -> None:
+        self.levels: list[Tensor] = []
+        self.calls = 0
+
+    def __call__(self, x: Tensor, t: Tensor) -> Tensor:
+        self.calls += 1
+        return LEVELS(x, t)
+
+    def at(self, t: Tensor) -> langevin.PlainEnergy:
+        self.levels.append(t)
+        return lambda x: LEVELS(x, t)
+
+
+def test_an_energy_is_asked_for_its_levels_where_it_can_be() -> None:
+    generator = seeded(42)
+    (x, t), asked = LEVELS.sample(50, generator), Asked()
+    values = mgms.at_level(asked, t)(x), mgms.at_level(LEVELS, t)(x), LEVELS(x, t)
+    assert torch.equal(values[0], values[2]) and torch.equal(values[1], values[2])
+    assert [given is t for given in asked.levels] == [True] and asked.calls == 0
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("move", MOVES)
+def test_levels_asked_for_beforehand_change_nothing(kernel: str, move: str) -> None:
+    """Bit for bit, over transitions that change the levels; each asks once, and its label move calls the energy."""
+    ends = []
+    for energy in (LEVELS, asked := Asked()):
+        generator = seeded(43)
+        x, t = LEVELS.sample(50, generator)
+        for _ in range(3):
+            x, t, info = mgms.transition(KERNELS[kernel], energy, x, t, LEVEL_SIGMA, 2, MOVES[move], generator)
+        ends.append((x, t, info.steps.accept_prob, generator.get_state()))
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+    assert len(asked.levels) == asked.calls == 3 and not torch.equal(asked.levels[0], asked.levels[2])
+
+
 def test_observe_sees_every_step() -> None:
     seen: list[tuple[int, Tensor]] = []
     x, _info = langevin.run(

@@ -14,7 +14,7 @@ from daebm.methods import METHODS, method
 from daebm.samplers.langevin import KERNELS
 
 NETWORKS = ("level-mlp", "level-resnet", "relu-mlp", "gated-mlp", "relu-basis", "resnet")
-PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
+PRECISIONS = ("fp32", "tf32x2", "tf32", "fp16", "bf16")
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ class Config:
     network: str = "level-mlp"  # level-mlp, level-resnet (ours); relu-mlp, gated-mlp, relu-basis, resnet (the paper's)
     width: int = 128  # of a layer; channels at full resolution of a residual network
     hidden: int = 3  # hidden layers; blocks per resolution of a residual network
+    patch: int = 1  # residual networks: squares of so many pixels a side are the first layer's pixels
     squares: int = 0  # level-mlp: learned constraints in the head of squares
     octaves: int = 0  # level-mlp: sin and cos features at frequencies 1, 2, 4, ..
 
@@ -56,6 +57,7 @@ class Config:
     beta1: float = 0.0
     denoise: int = 0  # iterations of denoising score matching first, a warm start
     denoise_rate: float = 1e-3  # learning rate then, falling linearly to 0
+    denoise_weight: float = 0.0  # weight, beside the likelihood, of denoising and of telling neighbour levels apart
     warm_up: int = 0  # iterations of linear ramp from 0
     decay_start: float = 0.5  # linear decay to 0 from this share of the iterations on (when there are no milestones)
     milestones: tuple[float, ...] = ()  # shares of the iterations at which the rate is multiplied by decay_factor
@@ -63,7 +65,7 @@ class Config:
     clip: float = 0.0  # largest gradient norm; 0 is off
     trust: float = 0.0  # nats: an update is shortened to lower the gap of its own batch by no more; 0 is off
     energy_penalty: float = 0.0  # weight of mean U^2 over data and chains
-    level_rate: float = 0.0  # nats: how fast level masses follow the label counts; data then take the chains' levels
+    level_rate: float = 0.0  # share of unequal level masses made up for at an adaptation; data then take chains' levels
     average: float = 0.0  # decay of the exponential weight average that the final model uses; 0 is off
 
     # Chains
@@ -88,7 +90,7 @@ class Config:
     maximum_rollbacks: int = 3  # roll-backs to the last good checkpoint before giving up
     compile: bool = False  # compile the step in training and long runs (on a GPU as a graph); changes rounding only
     device: str = "cpu"  # cpu or cuda
-    precision: str = "fp32"  # of convolutions: fp32, tf32, fp16 or bf16 (the last three on a GPU); guarded
+    precision: str = "fp32"  # of convolutions, fp32 on a CPU; on a GPU also tf32x2, tf32, fp16, bf16; guarded
 
     # Evaluation after training
     post_chains: int = 1000  # chains started from noise
@@ -109,6 +111,7 @@ class Config:
             "store",
             "width",
             "hidden",
+            "patch",
             "checkpoint_every",
         ):
             _require(self, name, getattr(self, name) >= 1, "at least 1")
@@ -127,12 +130,15 @@ class Config:
             "seed",
         ):
             _require(self, name, getattr(self, name) >= 0, "0 or more")
-        for name in ("floor", "clip", "trust", "energy_penalty", "level_rate"):
+        for name in ("floor", "clip", "trust", "energy_penalty", "level_rate", "denoise_weight"):
             _require(self, name, getattr(self, name) >= 0, "0 or more")
         for name in ("learning_rate", "denoise_rate", "step_size", "step_minimum", "maximum_gap", "first_sd"):
             _require(self, name, getattr(self, name) > 0, "positive")
         for name in ("average", "beta1"):
             _require(self, name, 0 <= getattr(self, name) < 1, "in [0, 1)")
+        _require(self, "level_rate", self.level_rate <= 1, "at most 1")
+        if self.level_rate and not self.adapt_every:
+            raise InputError("level_rate balances the levels whenever step sizes adapt: adapt_every must not be 0")
         _require(self, "overlap", 0 < self.overlap < 1, "between 0 and 1")
         _require(self, "seed", self.seed < 2**62, "below 2**62")
         _require(self, "block", self.block >= 2, "at least 2")

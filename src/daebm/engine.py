@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from daebm.denoising import denoising_loss
 from daebm.errors import InputError
 from daebm.ladder import Ladder
 from daebm.methods import Transition
@@ -19,8 +21,6 @@ from daebm.samplers.langevin import Kernel
 
 if TYPE_CHECKING:
     from daebm.config import Config
-
-HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def check(config: Config) -> torch.device:
@@ -42,15 +42,15 @@ def set_precision(network: nn.Module, precision: str) -> None:
     TF32 is PyTorch's switch for the whole process. Algorithms are fixed and deterministic, so that a resumed run
     continues bit for bit.
     """
-    torch.backends.cudnn.allow_tf32 = precision == "tf32"
+    torch.backends.cudnn.allow_tf32 = precision in ("tf32", "tf32x2")
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = True
-    convolutional = [part for part in network.modules() if hasattr(part, "compute")]
-    if precision in HALF and not convolutional:
+    convolutional = [part for part in network.modules() if hasattr(part, "arithmetic")]
+    if precision not in ("fp32", "tf32") and not convolutional:
         raise InputError(f"precision={precision} is for convolutional networks: use fp32 or tf32 here")
     for part in convolutional:
-        part.compute = HALF.get(precision, torch.float32)  # type: ignore[assignment]
+        part.arithmetic = precision  # type: ignore[assignment]
 
 
 class Engine:
@@ -62,10 +62,13 @@ class Engine:
         self.on_gpu = config.device == "cuda"
         self.transitions: dict[Kernel, Transition] = {}
         set_precision(network, config.precision)
-        # The loss needs gradients with respect to weights, a graph of its own.
+        self.compiled = config.compile and self.on_gpu
+        # The losses need gradients with respect to weights, graphs of their own.
         self.energy: Callable[[Tensor, Tensor], Tensor] = network
-        if config.compile and self.on_gpu:
-            self.energy = torch.compile(network, dynamic=False)
+        self.denoising_loss: Callable[..., Tensor] = partial(denoising_loss, network)
+        if self.compiled:
+            self.energy = torch.compile(self.energy, dynamic=False)
+            self.denoising_loss = torch.compile(self.denoising_loss, dynamic=False)
 
     def transition(self, kernel: Kernel) -> Transition:
         """Algorithm 2 on the network, compiled and captured on a GPU."""
@@ -75,7 +78,7 @@ class Engine:
 
     def _build(self, kernel: Kernel) -> Transition:
         config = self.config
-        labels = _CompiledLabels(self.network) if config.compile and self.on_gpu else self.network
+        labels = _CompiledLabels(self.network) if self.compiled else self.network
 
         def move(energy: Any, x: Tensor, t: Tensor, generator: torch.Generator | None) -> Any:
             return self.move(labels, x, t, generator)
@@ -85,7 +88,7 @@ class Engine:
                 kernel, self.network, x, t, sigma, config.steps, move, self.generator, config.compile, check=False
             )
 
-        return Captured(transition, self.generator) if config.compile and self.on_gpu else transition
+        return Captured(transition, self.generator) if self.compiled else transition
 
 
 class _CompiledLabels:

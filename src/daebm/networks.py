@@ -213,9 +213,9 @@ def build(config: Config, data: Tensor, ladder: Ladder) -> nn.Module:
         from daebm.resnet import LevelResNet, ResNet
 
         if config.network == "resnet":
-            network = ResNet(event, ladder.levels, width, hidden)
+            network = ResNet(event, ladder.levels, width, hidden, config.patch)
         else:
-            network = LevelResNet(data, ladder, width, hidden)
+            network = LevelResNet(data, ladder, width, hidden, config.patch)
     elif config.network == "level-mlp":
         network = LevelMLP(data, ladder, width, hidden, config.squares, config.octaves)
     elif len(event) != 1:

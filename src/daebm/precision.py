@@ -17,7 +17,7 @@ from daebm.samplers.langevin import energy_and_gradient, init
 from daebm.samplers.mgms import label_energies
 
 LIMIT = 0.01  # of either change; a 0.3-nat error moves the *mean* acceptance by .006 only, but a proposal's by .08
-FALLBACK = {"fp16": "tf32", "bf16": "tf32", "tf32": "fp32"}
+FALLBACK = {"fp16": "tf32", "bf16": "tf32", "tf32": "tf32x2", "tf32x2": "fp32"}
 CHECK_CHAINS = 4096  # at most so many chains take part in a check
 CHECK_SEED = 40_000_003  # a stream of its own: looking must not change a run
 LABELS = 8  # labels whose probabilities are compared, around the chain's own

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import pairwise
 from typing import cast
 
@@ -15,7 +16,28 @@ from daebm.ladder import Ladder
 from daebm.networks import DiffusedGaussian
 
 MULTIPLIERS = (1, 2, 2, 2)  # channels at full, half, quarter and eighth resolution, in units of the width
-LABEL_VALUES = 1 << 28  # values of one feature map in a label draw: bounds memory to some GiB
+LABEL_VALUES = 1 << 27  # values of one feature map in a label draw: bounds memory to some GiB
+
+
+HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def convolve(layer: nn.Conv2d, x: Tensor, precision: str) -> Tensor:
+    """``layer(x)`` in float32 for fp32 and tf32 (PyTorch's switch for the process), or with products in 16 bits.
+
+    With tf32x2 x is two numbers of 11 bits, and the small one a cheap second product: then only the weights are
+    rounded. That is the same for all x, so it hardly touches energy differences, where rounding each x does. The slope
+    is left to the first product: Metropolis is exact for any drift.
+    """
+    if precision in HALF:
+        dtype, bias = HALF[precision], cast(Tensor, layer.bias)
+        return F.conv2d(x.to(dtype), layer.weight.to(dtype), bias.to(dtype), padding=layer.padding).float()
+    if precision == "tf32x2":
+        exact = x.detach()
+        low = exact - (exact.view(torch.int32) & -(1 << 13)).view(torch.float32)  # beyond TF32's 10 bits
+        rest = F.conv2d(low.bfloat16(), layer.weight.detach().bfloat16(), padding=layer.padding).float()
+        return cast(Tensor, layer(x - low)) + rest
+    return cast(Tensor, layer(x))
 
 
 class Block(nn.Module):
@@ -36,25 +58,27 @@ class ResNet(nn.Module):
     2x2 means between them, SiLU, a sum over the last map, and the inner product with a vector that depends on t. The
     level enters every block through a sinusoidal embedding.
 
-    ``compute`` is the type that convolutions work in. Sums along the residual stream, the level's part and the energy
-    are float32 always: only the products are allowed to be coarse.
+    ``patch`` makes each square of so many pixels a side one pixel of more channels first: a quarter of the work for 2.
+
+    ``arithmetic`` is the precision of the convolutions (`convolve`). Sums along the residual stream, the level's part
+    and the energy are float32 always: only the products are allowed to be coarse.
     """
 
     frequencies: Tensor
 
-    def __init__(self, event: tuple[int, ...], levels: int, width: int = 128, depth: int = 1) -> None:
+    def __init__(self, event: tuple[int, ...], levels: int, width: int = 128, depth: int = 1, patch: int = 1) -> None:
         super().__init__()
         if len(event) != 3:
             raise InputError(f"an image network takes events of shape (c, h, w), got {event}")
         if width < 4 or width % 2:
             raise InputError(f"an image network needs an even width of at least 4, got width={width}")
-        self.levels, self.compute = levels, torch.float32
-        missing = [-size % 2 ** (len(MULTIPLIERS) - 1) for size in event[:0:-1]]  # width first, as F.pad wants it
-        self.padding = [side for m in missing for side in (m // 2 + 1, m - m // 2 + 1)]
+        self.levels, self.patch, self.arithmetic = levels, patch, "fp32"
+        missing = [-size % (patch * 2 ** (len(MULTIPLIERS) - 1)) for size in event[:0:-1]]  # width first, for F.pad
+        self.padding = [side for m in missing for side in (m // 2, m - m // 2)]
         half, time = width // 2, 4 * width
         self.register_buffer("frequencies", torch.exp(-math.log(1e4) * torch.arange(half) / (half - 1)))
         self.embed = nn.ModuleList([nn.Linear(width, time), nn.Linear(time, time)])
-        self.stem = nn.Conv2d(event[0], width, 3)
+        self.stem = nn.Conv2d(event[0] * patch**2, width, 3)
         sizes = [width] + [multiplier * width for multiplier in MULTIPLIERS for _ in range(depth)]
         self.depth, channels = depth, sizes[-1]
         self._blocks = nn.ModuleList(Block(a, b, time) for a, b in pairwise(sizes))
@@ -70,55 +94,53 @@ class ResNet(nn.Module):
         return [cast(Block, block) for block in self._blocks]
 
     def forward(self, x: Tensor, t: Tensor) -> Tensor:
-        h, c = self._shared(x)
-        return self._rest(h, c, self._time()[t])
+        return self._rest(*self._shared(x), self._levels(t))
+
+    def at(self, t: Tensor) -> Callable[[Tensor], Tensor]:
+        """U(., t), with what does not see x computed once: for many steps at the same levels."""
+        level = self._levels(t)
+        return lambda x: self._rest(*self._shared(x), level)
 
     def of_labels(self, x: Tensor, labels: Tensor) -> Tensor:
         """U(x_i, labels_ij), shape (n, b). The stem and the first convolution do not see t and are computed once."""
         h, c = self._shared(x)
-        time = self._time()
 
         def some(part: Tensor) -> Tensor:
             rows = part.shape[1]
             h_rows, c_rows = (v.unsqueeze(1).expand(-1, rows, -1, -1, -1).flatten(0, 1) for v in (h, c))
-            return self._rest(h_rows, c_rows, time[part.flatten()]).reshape(part.shape)
+            return self._rest(h_rows, c_rows, self._levels(part.flatten())).reshape(part.shape)
 
         together = max(1, LABEL_VALUES // h.numel())
         return torch.cat([some(labels[:, i : i + together]) for i in range(0, labels.shape[1], together)], dim=1)
 
+    def _levels(self, t: Tensor) -> list[Tensor]:
+        """What depends on the level alone: the shift of every block, (n, channels, 1, 1), and the head's vector."""
+        angle = torch.arange(self.levels, device=self.frequencies.device).unsqueeze(1) * self.frequencies
+        wave = torch.cat([angle.sin(), angle.cos()], dim=1)
+        time = F.silu(self.embed[1](F.silu(self.embed[0](wave))))  # of every level, (T + 1, 4 width)
+        return [*(block.shift(time)[t, :, None, None] for block in self.blocks), self.head(time)[t]]
+
     def _shared(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """What does not see the level: the stem's map and the first convolution of the first block."""
-        # Few input channels are little work: a float32 product of patches sees every pixel unrounded.
-        x = F.pad(x, self.padding)
+        # Few input channels are little work: a float32 product of neighbourhoods sees every pixel unrounded.
+        x = F.pad(F.pixel_unshuffle(F.pad(x, self.padding), self.patch), [1, 1, 1, 1])
         height, width = x.shape[2] - 2, x.shape[3] - 2
         near = [x[:, :, i : i + height, j : j + width] for i in range(3) for j in range(3)]
-        patches = torch.stack(near, dim=4).permute(0, 2, 3, 1, 4).flatten(3)  # (n, height, width, 9 c)
-        h = F.linear(patches, self.stem.weight.flatten(1), self.stem.bias).permute(0, 3, 1, 2)
-        return h, self._convolve(self.blocks[0].first, F.silu(h))
+        near_rows = torch.stack(near, dim=4).permute(0, 2, 3, 1, 4).flatten(3)  # (n, height, width, 9 channels)
+        h = F.linear(near_rows, self.stem.weight.flatten(1), self.stem.bias).permute(0, 3, 1, 2)
+        return h, convolve(self.blocks[0].first, F.silu(h), self.arithmetic)
 
-    def _rest(self, h: Tensor, c: Tensor, time: Tensor) -> Tensor:
-        for i, block in enumerate(self.blocks):
+    def _rest(self, h: Tensor, c: Tensor, level: list[Tensor]) -> Tensor:
+        *shifts, head = level
+        for i, (block, shift) in enumerate(zip(self.blocks, shifts, strict=True)):
             if i and i % self.depth == 0:
                 h = F.avg_pool2d(h, 2)
             if i:
-                c = self._convolve(block.first, F.silu(h))
-            c = self._convolve(block.second, F.silu(c + block.shift(time)[:, :, None, None]))
-            h = c + (h if block.skip is None else self._convolve(block.skip, h))
-        u: Tensor = -(F.silu(h).flatten(2).sum(2) * self.head(time)).sum(1)
+                c = convolve(block.first, F.silu(h), self.arithmetic)
+            c = convolve(block.second, F.silu(c + shift), self.arithmetic)
+            h = c + (h if block.skip is None else convolve(block.skip, h, self.arithmetic))
+        u: Tensor = -(F.silu(h).flatten(2).sum(2) * head).sum(1)
         return u
-
-    def _convolve(self, layer: nn.Conv2d, x: Tensor) -> Tensor:
-        if self.compute == torch.float32:
-            return cast(Tensor, layer(x))
-        assert layer.bias is not None
-        weight, bias = layer.weight.to(self.compute), layer.bias.to(self.compute)
-        return F.conv2d(x.to(self.compute), weight, bias, padding=layer.padding).float()
-
-    def _time(self) -> Tensor:
-        """SiLU of the embedding of every level, (T + 1, 4 width)."""
-        angle = torch.arange(self.levels, device=self.frequencies.device).unsqueeze(1) * self.frequencies
-        wave = torch.cat([angle.sin(), angle.cos()], dim=1)
-        return F.silu(self.embed[1](F.silu(self.embed[0](wave))))
 
 
 class LevelResNet(nn.Module):
@@ -132,16 +154,20 @@ class LevelResNet(nn.Module):
 
     gain: Tensor
 
-    def __init__(self, data: Tensor, ladder: Ladder, width: int = 128, depth: int = 1) -> None:
+    def __init__(self, data: Tensor, ladder: Ladder, width: int = 128, depth: int = 1, patch: int = 1) -> None:
         super().__init__()
         self.base = DiffusedGaussian(data, ladder)
-        self.inner = ResNet(tuple(data.shape[1:]), ladder.levels, width, depth)
+        self.inner = ResNet(tuple(data.shape[1:]), ladder.levels, width, depth, patch)
         nn.init.zeros_(self.inner.head.weight)
         self.constant = nn.Parameter(torch.zeros(ladder.levels))
         self.register_buffer("gain", self.base.noise.rsqrt().float())
 
     def forward(self, x: Tensor, t: Tensor) -> Tensor:
-        return cast(Tensor, self.base(x, t) + self.gain[t] * self.inner(x, t) + self.constant[t])
+        return self.at(t)(x)
+
+    def at(self, t: Tensor) -> Callable[[Tensor], Tensor]:
+        inner, gain, constant = self.inner.at(t), self.gain[t], self.constant[t]
+        return lambda x: cast(Tensor, self.base(x, t) + gain * inner(x) + constant)
 
     def of_labels(self, x: Tensor, labels: Tensor) -> Tensor:
         learned = self.inner.of_labels(x, labels) * self.gain[labels] + self.constant[labels]

@@ -16,7 +16,7 @@ from daebm.ladder import Ladder
 from daebm.methods import conditional, conditional_sigma
 from daebm.samplers import langevin
 from daebm.samplers.langevin import Info, Kernel, State
-from daebm.samplers.mgms import Energy, LabelMove, transition
+from daebm.samplers.mgms import Energy, LabelMove, at_level, transition
 
 
 class Drawn(NamedTuple):
@@ -101,7 +101,7 @@ def annealed(sampler: Sampler, start: Drawn, steps: int, generator: torch.Genera
     for level in range(sampler.ladder.top, -1, -1):
         t = torch.full((len(x),), level, device=x.device)
         x, _info = langevin.run(
-            sampler.kernel, _at(sampler.energy, t), x, float(sampler.sigma[level]), steps, generator
+            sampler.kernel, at_level(sampler.energy, t), x, float(sampler.sigma[level]), steps, generator
         )
         gradients += (steps + 1) * len(x)
     return Drawn(x, torch.zeros_like(start.t), gradients)
@@ -133,18 +133,14 @@ def long_run(
 ) -> tuple[Tensor, Info]:
     """Langevin steps at t = 0 from given points, usually data: does the model hold them where they belong?"""
     t = torch.zeros(len(x), dtype=torch.long, device=x.device)
-    return langevin.run(kernel, _at(energy, t), x, sigma, steps, generator, observe, every, compile)
+    return langevin.run(kernel, at_level(energy, t), x, sigma, steps, generator, observe, every, compile)
 
 
 def tweedie(energy: Energy, x: Tensor, floor: float) -> Tensor:
     """E[clean | x] under the model, x - floor^2 grad U(x, 0): level 0 holds noise of sd ``floor``, this removes it."""
     t = torch.zeros(len(x), dtype=torch.long, device=x.device)
-    _value, grad = langevin.energy_and_gradient(_at(energy, t), x)
+    _value, grad = langevin.energy_and_gradient(at_level(energy, t), x)
     return x - floor**2 * grad
-
-
-def _at(energy: Energy, t: Tensor) -> langevin.PlainEnergy:
-    return lambda x: energy(x, t)
 
 
 def _positive(**counts: int) -> None:

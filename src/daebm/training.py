@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from daebm import engine
 from daebm.config import Config
 from daebm.data import Dataset, check_finite
-from daebm.denoising import balance_levels, denoising_loss
+from daebm.denoising import balance_levels, chainless_loss, settle
 from daebm.engine import Engine
 from daebm.errors import DivergenceError, InputError
 from daebm.guard import MEASURES, MetricsLog, bad_weights, trouble
-from daebm.ladder import Ladder, per_chain
+from daebm.ladder import Ladder
 from daebm.methods import draw_negatives, method
 from daebm.precision import settle_precision
 from daebm.samplers.langevin import KERNELS
@@ -27,6 +27,7 @@ from daebm.state import Saved, TrainingState, build_ladder, optimiser, start
 from daebm.updates import learning_rate, update
 
 OVERLAP_SEED = 30_000_001  # a stream of its own: a check must not share noise with the chains
+DENOISED_SHARE = 4  # beside likelihood one in so many of the batch is denoised: the gradient of a gradient is dear
 ROLLBACK_RATE_FACTOR = 0.5  # the learning rate after a roll-back, relative to before
 
 
@@ -193,44 +194,33 @@ def step(setup: Setup) -> Tensor:
 
     # With level_rate the data take the chains' levels, so that no difference between levels is in the gap: neither its
     # value nor its gradient is noisy by how many of either happen to be at which level. The masses of the levels are
-    # then balanced by the counts themselves, as self-adjusted mixture sampling does.
+    # then balanced by themselves.
     if config.level_rate:
         t_data = negatives.t
         x_data = ladder.diffuse(z, t_data, generator)
-        _balance(config, state, ladder, [*(burst.level for burst in negatives.bursts), negatives.t])
 
     # Update (line 7).
     u_data = energy(x_data, t_data)
     u_chains = energy(negatives.x, negatives.t)
     gap = u_data.mean() - u_chains.mean()
     loss = gap + config.energy_penalty * (u_data.square().mean() + u_chains.square().mean())
+    if config.denoise_weight:
+        loss = loss + config.denoise_weight * z[0].numel() * chainless_loss(setup, z, max(1, len(z) // DENOISED_SHARE))
     grad_norm = update(config, state, loss, config.trust)
     if config.adapt_every and state.iteration % config.adapt_every == 0:
         state.steps.adapt()
+        if config.level_rate:
+            balance_levels(setup, state.chains.x, state.chains.t, config.level_rate)
     return torch.stack([loss.detach(), gap.detach(), grad_norm, acceptance])
-
-
-def _balance(config: Config, state: TrainingState, ladder: Ladder, visited: list[Tensor]) -> None:
-    """Raise the energy of levels that chains visit more often than their share, and lower the others."""
-    t = torch.cat(visited)
-    share = torch.full(t.shape, ladder.levels / len(t), device=t.device)
-    excess = torch.zeros(ladder.levels, device=t.device).index_add_(0, t, share) - 1
-    pace = config.level_rate * learning_rate(config, state.iteration) / config.learning_rate
-    with torch.no_grad():
-        cast(Tensor, state.network.constant).add_(pace * excess)
 
 
 def denoise(setup: Setup) -> Tensor:
     """One iteration of the warm start; the last one balances the levels and resets optimiser and average."""
-    config, state, ladder = setup.config, setup.state, setup.ladder
-    z = setup.points(_next_batch(state, len(setup.data), config.batch))
-    t = torch.randint(ladder.levels, (len(z),), generator=state.generator, device=z.device)
-    eps = torch.randn(z.shape, generator=state.generator, device=z.device)
-    x = per_chain(ladder.abar.sqrt(), t, z) * z + per_chain(ladder.variance.sqrt(), t, z) * eps
-    loss = denoising_loss(state.network, x, t, eps, ladder.variance)
+    config, state = setup.config, setup.state
+    loss = chainless_loss(setup, setup.points(_next_batch(state, len(setup.data), config.batch)), config.batch)
     grad_norm = update(config, state, loss)
     if state.iteration == config.denoise:
-        balance_levels(setup)
+        settle(setup)
         state.optimiser = optimiser(config, state.network)
         state.average = {k: v.detach().clone() for k, v in state.network.named_parameters() if config.average}
     return torch.stack([loss.detach(), torch.zeros_like(grad_norm), grad_norm, torch.zeros_like(grad_norm)])

@@ -7,6 +7,7 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from daebm.config import Config
 from daebm.state import TrainingState
@@ -52,8 +53,8 @@ def update(config: Config, state: TrainingState, loss: Tensor, trust: float = 0.
         # A young average forgets faster, so that it is never dominated by the initial weights.
         age = state.iteration - config.denoise if state.iteration > config.denoise else state.iteration
         decay = min(config.average, (1 + age) / (10 + age))
-        for name, weight in state.network.named_parameters():
-            state.average[name].lerp_(weight.detach(), 1 - decay)
+        names, weights = zip(*state.network.named_parameters(), strict=True)
+        get_ema_multi_avg_fn(decay)([state.average[name] for name in names], [w.detach() for w in weights], 0)  # type: ignore[no-untyped-call]
     return grad_norm
 
 

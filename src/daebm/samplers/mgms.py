@@ -14,7 +14,7 @@ from torch import Tensor
 
 from daebm.errors import InputError
 from daebm.samplers import langevin
-from daebm.samplers.langevin import Info, Kernel
+from daebm.samplers.langevin import Info, Kernel, PlainEnergy
 
 Energy = Callable[[Tensor, Tensor], Tensor]
 """U(x, t): x of shape (n, ...), t of shape (n,), to shape (n,)."""
@@ -44,6 +44,13 @@ def label_energies(energy: Energy, x: Tensor, labels: Tensor) -> Tensor:
     if u.shape != (n * b,):
         raise InputError(f"an energy must return shape {(n * b,)} for {n * b} points, but it returned {tuple(u.shape)}")
     return u.reshape(n, b)
+
+
+def at_level(energy: Energy, t: Tensor) -> PlainEnergy:
+    """U(., t). An energy with a method ``at(t)`` is asked there: a network can compute once what does not see x."""
+    if hasattr(energy, "at"):
+        return energy.at(t)  # type: ignore[no-any-return]
+    return lambda x: energy(x, t)
 
 
 def _gibbs(
@@ -148,10 +155,9 @@ def transition(
     """
     if check:
         _check(sigma, t, steps)
-    state = langevin.init(lambda y: energy(y, t), x, compile)
-    state, info = langevin.take_steps(
-        kernel, lambda y: energy(y, t), state, sigma[t].to(x.dtype), steps, generator, compile
-    )
+    here = at_level(energy, t)
+    state = langevin.init(here, x, compile)
+    state, info = langevin.take_steps(kernel, here, state, sigma[t].to(x.dtype), steps, generator, compile)
     label = move(energy, state.x, t, generator)
     return state.x, label.t, TransitionInfo(t, Info(info.accept_prob / steps, info.nonfinite), label.nonfinite)
 
