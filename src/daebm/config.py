@@ -63,7 +63,6 @@ class Config:
     milestones: tuple[float, ...] = ()  # shares of the iterations at which the rate is multiplied by decay_factor
     decay_factor: float = 0.1
     clip: float = 0.0  # largest gradient norm; 0 is off
-    trust: float = 0.0  # nats: an update is shortened to lower the gap of its own batch by no more; 0 is off
     energy_penalty: float = 0.0  # weight of mean U^2 over data and chains
     level_rate: float = 0.0  # share of unequal level masses made up for at an adaptation; data then take chains' levels
     average: float = 0.0  # decay of the exponential weight average that the final model uses; 0 is off
@@ -130,7 +129,7 @@ class Config:
             "seed",
         ):
             _require(self, name, getattr(self, name) >= 0, "0 or more")
-        for name in ("floor", "clip", "trust", "energy_penalty", "level_rate", "denoise_weight"):
+        for name in ("floor", "clip", "energy_penalty", "level_rate", "denoise_weight"):
             _require(self, name, getattr(self, name) >= 0, "0 or more")
         for name in ("learning_rate", "denoise_rate", "step_size", "step_minimum", "maximum_gap", "first_sd"):
             _require(self, name, getattr(self, name) > 0, "positive")

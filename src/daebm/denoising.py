@@ -58,8 +58,7 @@ def chainless_loss(setup: Setup, z: Tensor, rows: int) -> Tensor:
     t = torch.randint(ladder.levels, (rows,), generator=generator, device=z.device)
     eps = torch.randn(z[:rows].shape, generator=generator, device=z.device)
     sd = per_chain(ladder.variance.sqrt(), t, z)
-    x = per_chain(ladder.abar.sqrt(), t, z) * z[:rows] + sd * eps
-    loss = setup.engine.denoising_loss(x, t, eps, sd) / 2
+    loss = setup.engine.denoising_loss(ladder.noised(z[:rows], t, eps), t, eps, sd) / 2
     if ladder.top == 0 or pairs == 0:
         return loss
     t = torch.randint(ladder.top, (pairs,), generator=generator, device=z.device)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -53,6 +54,17 @@ def set_precision(network: nn.Module, precision: str) -> None:
         part.arithmetic = precision  # type: ignore[assignment]
 
 
+@contextmanager
+def exactly() -> Iterator[None]:
+    """Float32 convolutions on a GPU for a while, where PyTorch's own default is TF32; then as before."""
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
+
+
 class Engine:
     """The compiled pieces of a training run. Holds no state of the run: it can be rebuilt at any time."""
 
@@ -61,7 +73,6 @@ class Engine:
         self.move = mgms.label_move(config.label_move, ladder.top, config.block)
         self.on_gpu = config.device == "cuda"
         self.transitions: dict[Kernel, Transition] = {}
-        set_precision(network, config.precision)
         self.compiled = config.compile and self.on_gpu
         # The losses need gradients with respect to weights, graphs of their own.
         self.energy: Callable[[Tensor, Tensor], Tensor] = network
@@ -69,6 +80,11 @@ class Engine:
         if self.compiled:
             self.energy = torch.compile(self.energy, dynamic=False)
             self.denoising_loss = torch.compile(self.denoising_loss, dynamic=False)
+
+    def use(self, precision: str) -> None:
+        """Go on in ``precision``: graphs recorded in another one are of no more use."""
+        set_precision(self.network, precision)
+        self.transitions.clear()
 
     def transition(self, kernel: Kernel) -> Transition:
         """Algorithm 2 on the network, compiled and captured on a GPU."""

@@ -70,7 +70,10 @@ class Ladder:
 
     def diffuse(self, z: Tensor, t: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Draw x_t given clean z of shape (n, ...) at levels t of shape (n,)."""
-        eps = torch.randn(z.shape, generator=generator, dtype=z.dtype, device=z.device)
+        return self.noised(z, t, torch.randn(z.shape, generator=generator, dtype=z.dtype, device=z.device))
+
+    def noised(self, z: Tensor, t: Tensor, eps: Tensor) -> Tensor:
+        """x_t of clean z for given noise."""
         return per_chain(self.abar.sqrt(), t, z) * z + per_chain(self.variance.sqrt(), t, z) * eps
 
     def diffuse_up(self, x: Tensor, t: Tensor, generator: torch.Generator | None = None) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from daebm import checkpoint, networks, sampling
 from daebm.config import Config
 from daebm.data import Dataset, to_unit_range
+from daebm.engine import exactly
 from daebm.errors import CheckpointError, InputError
 from daebm.ladder import Ladder
 from daebm.methods import method
@@ -72,7 +73,7 @@ class Model:
                 f"t must lie in 0..{self.ladder.top}, the levels of this model, got {given.min()}..{given.max()}"
             )
         levels = torch.from_numpy(given.astype(np.int64).reshape(-1)).to(self.device).expand(len(points))
-        with torch.no_grad():
+        with torch.no_grad(), exactly():
             rows = max(1, CHUNK // math.prod(self.event))
             starts = range(0, max(len(points), 1), rows)
             parts = [self.network(points[i : i + rows], levels[i : i + rows]) for i in starts]
@@ -85,12 +86,15 @@ class Model:
         an exact draw from exp(-U(x, 0)); larger M, or `draw` with ``transitions``, come closer at a price. A plain EBM
         runs the Langevin steps its method uses. ``clean`` removes the noise floor by Tweedie's formula.
         """
-        drawn = self.draw(count, torch.Generator(self.device).manual_seed(seed), visits)
-        return self.to_data(self.cleaned(drawn.x) if clean else drawn.x).cpu().numpy()
+        with exactly():
+            drawn = self.draw(count, torch.Generator(self.device).manual_seed(seed), visits)
+            return self.to_data(self.cleaned(drawn.x) if clean else drawn.x).cpu().numpy()
 
     def long_run(self, x: Array, steps: int, seed: int = 0, kernel: str = "mala") -> Array:
         """``steps`` Langevin steps at t = 0 from data points x; how many steps a chain keeps its place tells a lot."""
-        end, _info = self.run_at_zero(self._points(x), steps, torch.Generator(self.device).manual_seed(seed), kernel)
+        with exactly():
+            generator = torch.Generator(self.device).manual_seed(seed)
+            end, _info = self.run_at_zero(self._points(x), steps, generator, kernel)
         return self._like(self.to_data(end), x)
 
     # The same in standardised units, for whoever wants every detail.

@@ -22,6 +22,7 @@ from tqdm import tqdm
 from daebm import checkpoint, model, portable, report
 from daebm.config import Config
 from daebm.data import Dataset
+from daebm.engine import set_precision
 from daebm.errors import CheckpointError, DivergenceError, InputError
 from daebm.experiments import experiment
 from daebm.experiments.base import Arrays, Summary, Trained
@@ -51,7 +52,9 @@ def run(
     finally:
         log.close()
     generator = torch.Generator(config.device).manual_seed(config.seed + EVALUATION_SEED)
-    trained = Trained(model.load(folder).to(config.device), dataset, copy.deepcopy(state.chains), config, generator)
+    final = model.load(folder).to(config.device)
+    set_precision(final.network, state.precision)
+    trained = Trained(final, dataset, copy.deepcopy(state.chains), config, generator, state.precision)
     clock = time.perf_counter()
     measured, arrays = experiment(config.experiment).evaluate(trained)
     summary: Summary = {
@@ -181,6 +184,7 @@ def load_finished(folder: Path) -> tuple[Config, Summary, Arrays]:
 
 
 def _facts(config: Config) -> Summary:
+    gpu = f", {torch.cuda.get_device_name()}" if config.device == "cuda" else ""
     return {
         "experiment": config.experiment,
         "method": config.method,
@@ -188,7 +192,7 @@ def _facts(config: Config) -> Summary:
         "seed": config.seed,
         "command": shlex.join(["daebm", *sys.argv[1:]]) if Path(sys.argv[0]).name == "daebm" else "",
         "date": time.strftime("%Y-%m-%d"),
-        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
+        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores{gpu}",
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
     }

@@ -63,6 +63,7 @@ def begin(config: Config, dataset: Dataset, network: nn.Module | None = None) ->
         raise InputError("denoise needs noise to remove: give the data a floor, or train a method with levels")
     state = start(config, points.to(device), ladder, network)
     data = dataset.train if dataset.train.dtype == torch.uint8 else points
+    engine.set_precision(state.network, config.precision)
     return Setup(
         config, dataset, data.to(device), ladder, state, Engine(config, state.network, ladder, state.generator)
     )
@@ -89,18 +90,20 @@ def train(
     refused: list[str] = []
     if resume and saved.exists:
         saved.load(state)
-        engine.set_precision(state.network, state.precision)
+        setup.engine.use(state.precision)
     else:
-        state.precision, refused = settle_precision(
-            state.network, config.precision, state.chains, state.steps.sigma, config.seed
-        )
+        refused = check_precision(setup)
         saved.save(state)
     metrics_file = None if folder is None else MetricsLog(folder / "metrics.jsonl", state.iteration)
-    for reason in refused:
-        event: dict[str, Any] = {"iteration": state.iteration, "event": "precision", "reason": reason}
-        report(event)
-        if metrics_file is not None:
-            metrics_file.write(event)
+
+    def say_refused(reasons: list[str]) -> None:
+        for reason in reasons:
+            event = {"iteration": state.iteration, "event": "precision", "reason": reason}
+            report(event)
+            if metrics_file is not None:
+                metrics_file.write(event)
+
+    say_refused(refused)
     clock = time.perf_counter()
     check_every = config.log_every if config.device == "cuda" else 1  # reading from a GPU stops it
     unread: list[Tensor] = []
@@ -128,10 +131,11 @@ def train(
                     "the last good checkpoint is kept, --overwrite starts again"
                 )
             saved.load(state)
+            setup.engine.use(state.precision)
             state.rollbacks, state.seconds = rollbacks + 1, seconds
             state.rate_scale *= ROLLBACK_RATE_FACTOR
             saved.save(state)
-            event = {
+            event: dict[str, Any] = {
                 "iteration": failed,
                 "event": "roll-back",
                 "reason": problem,
@@ -149,8 +153,24 @@ def train(
             if metrics_file is not None:
                 metrics_file.write(metrics)
         if due:
+            say_refused(check_precision(setup))
             saved.save(state)
     return state, setup.ladder
+
+
+def check_precision(setup: Setup) -> list[str]:
+    """Go on in the first precision, from the present one on, that passes; returns why others do not.
+
+    A model outgrows a coarse arithmetic as it learns, so this is asked again before every checkpoint.
+    """
+    state = setup.state
+    precision, refused = settle_precision(
+        state.network, state.precision, state.chains, state.steps.sigma, setup.config.seed
+    )
+    if precision != state.precision:
+        state.precision = precision
+        setup.engine.use(precision)
+    return refused
 
 
 def step(setup: Setup) -> Tensor:
@@ -166,7 +186,8 @@ def step(setup: Setup) -> Tensor:
     z = setup.points(_next_batch(state, len(setup.data), config.batch))
     highest = ladder.top - 1 if row.start == "partner" else ladder.top
     t_data = torch.randint(highest + 1, (len(z),), generator=generator, device=z.device)
-    x_data = ladder.diffuse(z, t_data, generator)
+    eps = torch.randn(z.shape, generator=generator, dtype=z.dtype, device=z.device)
+    x_data = ladder.noised(z, t_data, eps)
     partner = ladder.diffuse_up(x_data, t_data, generator) if row.start == "partner" else x_data
 
     # Chain side (lines 5-6).
@@ -197,7 +218,7 @@ def step(setup: Setup) -> Tensor:
     # then balanced by themselves.
     if config.level_rate:
         t_data = negatives.t
-        x_data = ladder.diffuse(z, t_data, generator)
+        x_data = ladder.noised(z, t_data, eps)
 
     # Update (line 7).
     u_data = energy(x_data, t_data)
@@ -206,7 +227,7 @@ def step(setup: Setup) -> Tensor:
     loss = gap + config.energy_penalty * (u_data.square().mean() + u_chains.square().mean())
     if config.denoise_weight:
         loss = loss + config.denoise_weight * z[0].numel() * chainless_loss(setup, z, max(1, len(z) // DENOISED_SHARE))
-    grad_norm = update(config, state, loss, config.trust)
+    grad_norm = update(config, state, loss)
     if config.adapt_every and state.iteration % config.adapt_every == 0:
         state.steps.adapt()
         if config.level_rate:

@@ -1,9 +1,8 @@
-"""One update of the weights: learning rate, clipping, the trust limit, the weight average."""
+"""One update of the weights: learning rate, clipping, the weight average."""
 
 from __future__ import annotations
 
 import math
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -28,41 +27,22 @@ def learning_rate(config: Config, iteration: int) -> float:
     return rate * min(1.0, (1 - share) / max(1 - config.decay_start, 1e-12))
 
 
-def update(config: Config, state: TrainingState, loss: Tensor, trust: float = 0.0) -> Tensor:
-    """A step of the optimiser and of the weight average; returns the norm of the gradient.
-
-    Chains can only follow an energy that changes slowly. ``trust`` bounds, in nats, by how much the step lowers the
-    loss to first order: Adam's rate says nothing of that, its steps have the same size whatever the gradient.
-    """
+def update(config: Config, state: TrainingState, loss: Tensor) -> Tensor:
+    """A step of the optimiser and of the weight average; returns the norm of the gradient."""
     rate = learning_rate(config, state.iteration) * state.rate_scale
     for group in state.optimiser.param_groups:
         group["lr"] = rate
     state.optimiser.zero_grad(set_to_none=True)
     torch.autograd.backward(loss)
-    limit = config.clip if config.clip else math.inf
-    grad_norm = nn.utils.clip_grad_norm_(state.network.parameters(), limit)
+    grad_norm = nn.utils.clip_grad_norm_(state.network.parameters(), config.clip if config.clip else math.inf)
     if loss.is_cuda or torch.isfinite(grad_norm):  # on a GPU asking would wait: there the loop finds it and rolls back
-        moved = [weight for weight in state.network.parameters() if weight.grad is not None]
-        before = [weight.detach().clone() for weight in moved] if trust else []
         state.optimiser.step()
-        if trust:
-            # The gradients were scaled down to the limit; the loss is in nats of the unscaled one.
-            _shorten(moved, before, trust * (limit / grad_norm).clamp(max=1))
     state.iteration += 1
     if config.average:
         # A young average forgets faster, so that it is never dominated by the initial weights.
         age = state.iteration - config.denoise if state.iteration > config.denoise else state.iteration
         decay = min(config.average, (1 + age) / (10 + age))
         names, weights = zip(*state.network.named_parameters(), strict=True)
-        get_ema_multi_avg_fn(decay)([state.average[name] for name in names], [w.detach() for w in weights], 0)  # type: ignore[no-untyped-call]
+        average = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
+        average([state.average[name] for name in names], [weight.detach() for weight in weights], 0)
     return grad_norm
-
-
-def _shorten(weights: list[nn.Parameter], before: list[Tensor], trust: Tensor) -> None:
-    """Take back that part of a step which lowers the loss, to first order, by more than ``trust``."""
-    with torch.no_grad():
-        steps = [weight - old for weight, old in zip(weights, before, strict=True)]
-        slopes = [(step * cast(Tensor, weight.grad)).sum() for step, weight in zip(steps, weights, strict=True)]
-        kept = (trust / torch.stack(slopes).sum().abs()).clamp(max=1)
-        for weight, old, step in zip(weights, before, steps, strict=True):
-            weight.copy_(old + kept * step)

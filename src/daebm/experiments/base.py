@@ -33,6 +33,7 @@ class Trained:
     chains: Chains
     config: Config
     generator: torch.Generator  # the evaluation's own
+    precision: str = "fp32"  # the one the run ended in
 
 
 @dataclass(frozen=True)
