@@ -7,15 +7,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from daebm import Config, Dataset, Ladder, training
-from daebm import denoising as module
-from daebm.denoising import balance_levels, chainless_loss, denoising_loss, ordering_loss, settle
+from daebm import Config, Dataset, Ladder, denoising, levels
+from daebm.denoising import chainless_loss, denoising_loss, ordering_loss
 from daebm.errors import InputError
 from daebm.ladder import per_chain
+from daebm.levels import balance_levels, close_gaps, settle
 from daebm.resnet import LevelResNet
 from daebm.samplers.mgms import Energy
 from daebm.spacing import neighbour_acceptance
-from daebm.training import DENOISED_SHARE, Setup, begin, denoise, learning_rate, step
+from daebm.training import Setup, begin, denoise, learning_rate, step
 
 EVENT, D = (1, 4, 4), 16
 FACTOR = torch.randn(D, D, generator=torch.Generator().manual_seed(0)) / math.sqrt(D)
@@ -297,7 +297,7 @@ def test_known_shifts_are_taken_back_exactly() -> None:
 @pytest.mark.parametrize("chains", [32, 256])
 def test_balanced_levels_are_balanced_within_sampling_error(monkeypatch: pytest.MonkeyPatch, chains: int) -> None:
     """Exact constants are all equal, and chains that start from Gaussian data are exact from the first step on."""
-    monkeypatch.setattr(module, "SETTLE_CHAINS", chains)
+    monkeypatch.setattr(levels, "SETTLE_CHAINS", chains)
     it = setup(seed=1)
     t = torch.arange(3000) % it.ladder.levels
     acceptance = neighbour_acceptance(it.state.network, it.ladder.diffuse(it.data, t, it.state.generator), t, 4)
@@ -313,7 +313,7 @@ def test_the_balance_works_from_bytes() -> None:
     it = begin(config(dequantise=True), Dataset.standardised("bytes", data, data[:10]))
     settle(it)
     # The chains leave for the Gaussian: the worst case of sampling at an acceptance of .4.
-    assert float(it.state.network.constant.detach().abs().max()) < worst_case(module.SETTLE_CHAINS, 0.4)
+    assert float(it.state.network.constant.detach().abs().max()) < worst_case(levels.SETTLE_CHAINS, 0.4)
 
 
 @pytest.mark.parametrize("moving", [True, False], ids=["moving", "standing still"])
@@ -327,7 +327,7 @@ def test_the_balance_is_that_of_the_model_and_not_of_the_data(monkeypatch: pytes
     generator, n = torch.Generator().manual_seed(1), 3000
     rough = torch.rand(n, 1, generator=generator) < 0.1
     data = torch.randn(n, 1, generator=generator) + rough * torch.randn(n, 64, generator=generator)
-    monkeypatch.setattr(module, "SETTLE_CHAINS", 1000)
+    monkeypatch.setattr(levels, "SETTLE_CHAINS", 1000)
     steps = {"step_size": 0.6} if moving else {"step_size": 1e-6, "step_minimum": 1e-9, "step_maximum": 1e-6}
     it = begin(config(network="level-mlp", top=8, **steps), Dataset("rough", data, data[:10]))
     # Exact draws of the model: z = m + C^(1/2) w with the data's moments, diffused.
@@ -346,7 +346,7 @@ def test_the_balance_lets_the_step_sizes_settle() -> None:
         it = setup(step_size=size, step_maximum=1000.0)
         before = it.state.steps.sigma.clone()
         settle(it)
-        torch.testing.assert_close(it.state.steps.sigma, before * factor**module.SETTLE_ROUNDS)
+        torch.testing.assert_close(it.state.steps.sigma, before * factor**levels.SETTLE_ROUNDS)
         assert not it.state.steps.count.any()
 
 
@@ -358,7 +358,7 @@ def test_a_network_without_constants_or_levels_is_left_alone(changes: dict[str, 
     assert all(torch.equal(value, before[key]) for key, value in it.state.network.state_dict().items())
 
 
-# Both losses together, before and beside likelihood.
+# Both losses together.
 
 
 def test_what_is_learned_without_chains(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,9 +379,9 @@ def test_what_is_learned_without_chains(monkeypatch: pytest.MonkeyPatch) -> None
         return torch.tensor(5.0)
 
     monkeypatch.setattr(it.engine, "denoising_loss", removed)
-    monkeypatch.setattr(module, "ordering_loss", ordered)
+    monkeypatch.setattr(denoising, "ordering_loss", ordered)
     z, v, abar = it.data, it.ladder.variance, it.ladder.abar
-    assert float(chainless_loss(it, z, 2000)) == pytest.approx(3 / 2 + 5 / D)
+    assert float(chainless_loss(it, z)) == pytest.approx(3 / 2 + 5 / D)
 
     def noise(x: Tensor, z: Tensor, t: Tensor) -> Tensor:
         return (x - per_chain(abar.sqrt(), t, x) * z) / per_chain(v.sqrt(), t, x)
@@ -390,9 +390,9 @@ def test_what_is_learned_without_chains(monkeypatch: pytest.MonkeyPatch) -> None
         return abs(float(eps.square().mean()) - 1) < 5 * math.sqrt(2 / eps.numel())
 
     x, t, eps, sd = seen["denoising"]
-    assert len(x) == len(t) == 2000 and t.unique().tolist() == [0, 1, 2, 3, 4] and standard(eps)
+    assert len(x) == len(t) == 3000 and t.unique().tolist() == [0, 1, 2, 3, 4] and standard(eps)
     assert torch.equal(sd, noise_sd(t, x))
-    torch.testing.assert_close(noise(x, z[:2000], t), eps, rtol=0, atol=1e-5)  # float32, over a noise sd of .2
+    torch.testing.assert_close(noise(x, z, t), eps, rtol=0, atol=1e-5)  # float32, over a noise sd of .2
     low, high, t = seen["ordering"]
     assert len(low) == len(high) == len(t) == 3000 // 4 and t.unique().tolist() == [0, 1, 2, 3]
     first, second = noise(low, z[:750], t), noise(high, z[750:1500], t + 1)
@@ -405,67 +405,64 @@ def weights(it: Setup) -> dict[str, Tensor]:
     return {k: v.detach().clone() for k, v in it.state.network.named_parameters()}
 
 
-def test_without_a_weight_a_step_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is computed and nothing drawn: bit for bit the step whose further loss is zero."""
-    monkeypatch.setattr(training, "chainless_loss", lambda *args: torch.tensor(0.0))
-    expected = setup(denoise=0, denoise_weight=0.5)
-    measures = [step(expected) for _ in range(3)]
-    monkeypatch.delattr(training, "chainless_loss")
-    it = setup(denoise=0)
-    assert it.config.denoise_weight == 0
-    for values in measures:
-        assert torch.equal(step(it), values)
-    assert torch.equal(it.state.generator.get_state(), expected.state.generator.get_state())
-    assert torch.equal(it.state.chains.x, expected.state.chains.x)
-    assert all(torch.equal(value, weights(expected)[key]) for key, value in weights(it).items())
-
-
-def test_a_weight_adds_its_part_of_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In nats of an image, with plain gradient descent: the further step is -rate * weight * pixels * gradient.
-
-    Float32: weights of order 1 are right to 6e-8, so their steps are too.
-    """
-    settings = {"denoise": 0, "optimiser": "sgd", "learning_rate": 0.01, "clip": 0.0, "iterations": 2, "beta1": 0.0}
-    plain, weighted = setup(**settings), setup(**settings, denoise_weight=0.5)
-    for it in (plain, weighted):
-        nn.init.normal_(it.state.network.inner.head.weight, generator=torch.Generator().manual_seed(9), std=0.1)
-    start = weights(plain)
-    seen: dict[str, Any] = {}
-
-    def watch(it: Setup, z: Tensor, rows: int) -> Tensor:
-        seen.update(z=z, rows=rows, generator=it.state.generator.get_state())
-        return chainless_loss(it, z, rows)
-
-    monkeypatch.setattr(training, "chainless_loss", watch)
-    step(plain)
-    assert not seen
-    step(weighted)
-    assert seen["rows"] == len(seen["z"]) // DENOISED_SHARE == 4
-    # It comes last: the chains and the data were the same.
-    assert torch.equal(seen["generator"], plain.state.generator.get_state())
-    assert torch.equal(weighted.state.chains.x, plain.state.chains.x)
-
-    again = setup(**settings)
-    again.state.network.load_state_dict(start, strict=False)
-    again.state.generator.set_state(seen["generator"])
-    loss = chainless_loss(again, seen["z"], seen["rows"])
-    gradients = dict(zip(start, torch.autograd.grad(loss, list(again.state.network.parameters())), strict=True))
-    rate = learning_rate(plain.config, 0)
-    for name, value in weights(weighted).items():
-        further = -rate * 0.5 * D * gradients[name]
-        torch.testing.assert_close(value - weights(plain)[name], further, rtol=1e-3, atol=5e-7, msg=name)
-        assert name == "constant" or bool(further.any())
-
-
 @pytest.mark.parametrize("changes", [{"method": "persistent"}, {"batch": 3}, {"batch": 1}], ids=str)
 def test_one_level_or_few_data_have_no_pairs(changes: dict[str, Any]) -> None:
-    """Neither the warm start nor the weight beside likelihood needs them: the weights move, and to numbers."""
-    it = setup(denoise=2, denoise_weight=0.5, **changes)
+    """The warm start does not need them: the weights move, and to numbers."""
+    it = setup(denoise=2, **changes)
     for go in (denoise, denoise, step, step):
         before = weights(it)
         assert torch.isfinite(go(it)).all()
         assert all(torch.isfinite(value).all() for value in weights(it).values())
         assert any(not torch.equal(value, before[key]) for key, value in weights(it).items())
+
+
+# Gains.
+
+
+def learned(it: Setup, n: int = 500) -> tuple[Tensor, Tensor, Tensor]:
+    """Chains and their energies under a network that has learned something."""
+    nn.init.constant_(it.state.network.inner.head.bias, 5.0)
+    t = torch.arange(n) % it.ladder.levels
+    x = it.ladder.diffuse(it.data[:n], t, it.state.generator)
+    return x, t, it.state.network(x, t).detach()
+
+
+def test_a_gap_lowers_the_gain_and_keeps_the_masses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same gap everywhere lowers every gain by rate * gap / dimensions.
+
+    The mean energy of a level stays, as does its mass to first order: with a step of .05 the second order is a fortieth
+    of what a gain lowered alone would move. Here each level speaks for itself: five levels are far apart.
+    """
+    monkeypatch.setattr(levels, "NEAR", 0.1)
+    it = setup(level_rate=0.5, gain_rate=0.1)
+    x, t, u = learned(it)
+    network = it.state.network
+    close_gaps(it, x, t, torch.full((500,), 0.5 * D), u)
+    torch.testing.assert_close(network.log_gain, torch.full((5,), -0.05))
+    with torch.no_grad():
+        change, alone = network(x, t) - u, (math.exp(-0.05) - 1) * (u - network.base(x, t))
+    moved, planted = (max(abs(float(part[t == k].mean())) for k in range(5)) for part in (change, alone))
+    assert planted > 0.1 and moved < planted / 30
+
+
+def test_gains_do_not_exceed_one() -> None:
+    it = setup(level_rate=0.5, gain_rate=0.1)
+    x, t, u = learned(it)
+    close_gaps(it, x, t, torch.full((500,), -1000.0), u)
+    assert not it.state.network.log_gain.any() and not it.state.network.constant.any()
+
+
+def test_the_optimiser_leaves_the_gains_alone() -> None:
+    it = setup(denoise=0, level_rate=0.5, gain_rate=0.1)
+    learned(it)
+    step(it)
+    assert it.state.network.log_gain.grad is None and bool((it.state.network.log_gain != 0).any())
+
+
+@pytest.mark.parametrize("changes", [{"level_rate": 0.0}, {"network": "level-mlp"}], ids=str)
+def test_gains_that_cannot_be_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=r"gain_rate needs network=level-resnet and a level_rate"):
+        config(**({"level_rate": 0.5, "gain_rate": 0.1} | changes))
 
 
 # The switch.

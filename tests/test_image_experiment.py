@@ -132,7 +132,7 @@ def gaussian(change: Callable[[LevelResNet], None] = lambda network: None, **ove
     mix = torch.randn(64, 64, generator=generator) / 8
     draws = (torch.randn(12_000, 64, generator=generator) @ mix + 0.3).reshape(-1, 1, 8, 8)
     data = Dataset("gaussian", draws[:10_000], draws[10_000:])
-    it = config(post_transitions=60, long_run_steps=50, store=1000, **overrides)
+    it = config(post_transitions=60, long_run_steps=50, store=1000, batch=500, **overrides)
     ladder = Ladder.geometric(64, floor=0.2, last_variance=0.97)
     network = LevelResNet(data.train, ladder, width=4)
     change(network)

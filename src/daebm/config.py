@@ -57,7 +57,6 @@ class Config:
     beta1: float = 0.0
     denoise: int = 0  # iterations of denoising score matching first, a warm start
     denoise_rate: float = 1e-3  # learning rate then, falling linearly to 0
-    denoise_weight: float = 0.0  # weight, beside the likelihood, of denoising and of telling neighbour levels apart
     warm_up: int = 0  # iterations of linear ramp from 0
     decay_start: float = 0.5  # linear decay to 0 from this share of the iterations on (when there are no milestones)
     milestones: tuple[float, ...] = ()  # shares of the iterations at which the rate is multiplied by decay_factor
@@ -65,6 +64,7 @@ class Config:
     clip: float = 0.0  # largest gradient norm; 0 is off
     energy_penalty: float = 0.0  # weight of mean U^2 over data and chains
     level_rate: float = 0.0  # share of unequal level masses made up for at an adaptation; data then take chains' levels
+    gain_rate: float = 0.0  # level-resnet: how fast a level's gain follows its energy gap, per nat a dimension
     average: float = 0.0  # decay of the exponential weight average that the final model uses; 0 is off
 
     # Chains
@@ -129,7 +129,7 @@ class Config:
             "seed",
         ):
             _require(self, name, getattr(self, name) >= 0, "0 or more")
-        for name in ("floor", "clip", "energy_penalty", "level_rate", "denoise_weight"):
+        for name in ("floor", "clip", "energy_penalty", "level_rate", "gain_rate"):
             _require(self, name, getattr(self, name) >= 0, "0 or more")
         for name in ("learning_rate", "denoise_rate", "step_size", "step_minimum", "maximum_gap", "first_sd"):
             _require(self, name, getattr(self, name) > 0, "positive")
@@ -138,6 +138,10 @@ class Config:
         _require(self, "level_rate", self.level_rate <= 1, "at most 1")
         if self.level_rate and not self.adapt_every:
             raise InputError("level_rate balances the levels whenever step sizes adapt: adapt_every must not be 0")
+        if self.gain_rate and not (self.level_rate and self.network == "level-resnet"):
+            raise InputError(
+                "gain_rate needs network=level-resnet and a level_rate, with which data take the chains' levels"
+            )
         _require(self, "overlap", 0 < self.overlap < 1, "between 0 and 1")
         _require(self, "seed", self.seed < 2**62, "below 2**62")
         _require(self, "block", self.block >= 2, "at least 2")

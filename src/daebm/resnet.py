@@ -146,13 +146,13 @@ class ResNet(nn.Module):
 class LevelResNet(nn.Module):
     """Ours for images: the data's own diffused Gaussian at every level, corrected by the paper's network.
 
-    U(x, t) = 1/2 |C_t^(-1/2) (x - m_t)|^2 + 1/2 log det C_t + f(x, t) / sqrt(v_t) + c_t
+    U(x, t) = 1/2 |C_t^(-1/2) (x - m_t)|^2 + 1/2 log det C_t + e^(g_t) f(x, t) / sqrt(v_t) + c_t
 
     The correction starts at zero, so that the model begins as a normalised density whose labels mix, and weighs most
-    where the noise is least, as the slope of the true energy does.
+    where the noise is least, as the slope of the true energy does. Its gain e^(g_t) is 1 until likelihood changes it.
     """
 
-    gain: Tensor
+    scale: Tensor
 
     def __init__(self, data: Tensor, ladder: Ladder, width: int = 128, depth: int = 1, patch: int = 1) -> None:
         super().__init__()
@@ -160,7 +160,12 @@ class LevelResNet(nn.Module):
         self.inner = ResNet(tuple(data.shape[1:]), ladder.levels, width, depth, patch)
         nn.init.zeros_(self.inner.head.weight)
         self.constant = nn.Parameter(torch.zeros(ladder.levels))
-        self.register_buffer("gain", self.base.noise.rsqrt().float())
+        self.log_gain = nn.Parameter(torch.zeros(ladder.levels))
+        self.register_buffer("scale", self.base.noise.rsqrt().float())
+
+    @property
+    def gain(self) -> Tensor:
+        return self.log_gain.exp() * self.scale
 
     def forward(self, x: Tensor, t: Tensor) -> Tensor:
         return self.at(t)(x)

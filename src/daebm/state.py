@@ -88,7 +88,9 @@ def start(config: Config, data: Tensor, ladder: Ladder, network: nn.Module | Non
             raise InputError(
                 "level_rate needs levels and a network with a constant for each: level-mlp or level-resnet"
             )
-        constant.requires_grad_(False)  # it follows the label counts, not the optimiser
+        constant.requires_grad_(False)  # it follows the masses of the levels, not the optimiser
+    if config.gain_rate:
+        network.log_gain.requires_grad_(False)
     if config.start == "data":
         chains = Chains.from_data(config.store, data, ladder, generator)
     else:

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from daebm import engine
 from daebm.config import Config
 from daebm.data import Dataset, check_finite
-from daebm.denoising import balance_levels, chainless_loss, settle
+from daebm.denoising import chainless_loss
 from daebm.engine import Engine
 from daebm.errors import DivergenceError, InputError
 from daebm.guard import MEASURES, MetricsLog, bad_weights, trouble
 from daebm.ladder import Ladder
+from daebm.levels import balance_levels, close_gaps, settle
 from daebm.methods import draw_negatives, method
 from daebm.precision import settle_precision
 from daebm.samplers.langevin import KERNELS
@@ -27,7 +28,6 @@ from daebm.state import Saved, TrainingState, build_ladder, optimiser, start
 from daebm.updates import learning_rate, update
 
 OVERLAP_SEED = 30_000_001  # a stream of its own: a check must not share noise with the chains
-DENOISED_SHARE = 4  # beside likelihood one in so many of the batch is denoised: the gradient of a gradient is dear
 ROLLBACK_RATE_FACTOR = 0.5  # the learning rate after a roll-back, relative to before
 
 
@@ -225,9 +225,9 @@ def step(setup: Setup) -> Tensor:
     u_chains = energy(negatives.x, negatives.t)
     gap = u_data.mean() - u_chains.mean()
     loss = gap + config.energy_penalty * (u_data.square().mean() + u_chains.square().mean())
-    if config.denoise_weight:
-        loss = loss + config.denoise_weight * z[0].numel() * chainless_loss(setup, z, max(1, len(z) // DENOISED_SHARE))
     grad_norm = update(config, state, loss)
+    if config.gain_rate:
+        close_gaps(setup, negatives.x, negatives.t, (u_data - u_chains).detach(), u_chains.detach())
     if config.adapt_every and state.iteration % config.adapt_every == 0:
         state.steps.adapt()
         if config.level_rate:
@@ -238,7 +238,7 @@ def step(setup: Setup) -> Tensor:
 def denoise(setup: Setup) -> Tensor:
     """One iteration of the warm start; the last one balances the levels and resets optimiser and average."""
     config, state = setup.config, setup.state
-    loss = chainless_loss(setup, setup.points(_next_batch(state, len(setup.data), config.batch)), config.batch)
+    loss = chainless_loss(setup, setup.points(_next_batch(state, len(setup.data), config.batch)))
     grad_norm = update(config, state, loss)
     if state.iteration == config.denoise:
         settle(setup)

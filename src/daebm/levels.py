@@ -1,0 +1,79 @@
+"""The levels' own parameters, found from chains and not by the optimiser: constants (masses) and gains."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from daebm.samplers import langevin
+from daebm.samplers.adapt import StepSizes
+from daebm.samplers.mgms import at_level
+from daebm.spacing import level_balance
+
+if TYPE_CHECKING:
+    from daebm.training import Setup
+
+NEAR = 2.0  # levels: sd of the weights with which chains speak for a level near theirs
+BALANCED = 8192  # at most so many chains are looked at
+SETTLE_CHAINS = 32  # per level
+SETTLE_ROUNDS, SETTLE_STEPS = 8, 5  # an adaptation of the step sizes each; the second half is measured
+SETTLE_ROWS = 256  # chains moved together; bounds memory
+
+
+def balance_levels(setup: Setup, x: Tensor, t: Tensor, share: float = 1.0) -> None:
+    """Take back, by the network's constants, a share of the levels' difference in mass, seen on chains (x, t)."""
+    constant = cast(Tensor, setup.state.network.constant)
+    ratio, _acceptance = level_balance(setup.state.network, x[:BALANCED], t[:BALANCED], setup.ladder.top)
+    with torch.no_grad():  # mass e^(ratio) too much is energy too low
+        constant[1:] += share * ratio.cumsum(0).to(constant)
+
+
+def close_gaps(setup: Setup, x: Tensor, t: Tensor, gaps: Tensor, u: Tensor) -> None:
+    """Lower the gain of levels whose chains lie below the data, and raise it where they lie above.
+
+    An energy that is off by s nats here and there has its chains where it is too low, about s^2 nats below the data.
+    Likelihood then wants less of what was learned at that level: the gain is that one direction, found by ``gaps``
+    U(data) - U(chains) at the levels t of chains x with energies u. Those of near levels count too. To first order the
+    constants keep the levels' masses.
+    """
+    network = cast(Any, setup.state.network)
+    distance = (torch.arange(len(network.constant), device=t.device).unsqueeze(1) - t) / NEAR
+    with torch.no_grad():
+        near = torch.softmax(-distance.square() / 2, 1)  # (T + 1, n), rows sum to 1
+        step = -setup.config.gain_rate / math.prod(setup.dataset.event) * (near @ gaps)
+        learned = near @ (u - network.base(x, t) - network.constant[t])
+        step = torch.minimum(step, -network.log_gain)  # never more than was learned: noise alone could let it grow
+        network.log_gain += step
+        network.constant -= step * learned
+
+
+def settle(setup: Setup) -> None:
+    """After the warm start: let step sizes adapt to the energy, and give all levels of the model equal mass.
+
+    On chains that have left the diffused data for what the model itself holds likely near them: as long as the two
+    differ, the masses seen from the data are nats wrong at every edge.
+    """
+    state, ladder, generator = setup.state, setup.ladder, setup.state.generator
+    if setup.config.method != "da":
+        return
+    t = torch.arange(ladder.levels, device=setup.data.device).repeat(SETTLE_CHAINS)
+    rows = torch.randint(len(setup.data), (len(t),), generator=generator, device=t.device)
+    x = ladder.diffuse(setup.points(rows), t, generator)
+    steps = StepSizes.start(state.steps.sigma, state.steps.bounds, SETTLE_CHAINS)
+    draws = []
+    for settled in (k >= SETTLE_ROUNDS // 2 for k in range(SETTLE_ROUNDS)):
+        for i in range(0, len(t), SETTLE_ROWS):
+            here, sigma = slice(i, i + SETTLE_ROWS), steps.sigma[t[i : i + SETTLE_ROWS]].to(x.dtype)
+            x[here], info = langevin.run(
+                langevin.mala, at_level(state.network, t[here]), x[here], sigma, SETTLE_STEPS, generator
+            )
+            steps.record(t[here], info.accept_prob)
+        steps.adapt()
+        draws += [x.clone()] if settled else []
+    state.steps.sigma = steps.sigma
+    constant = getattr(state.network, "constant", None)
+    if isinstance(constant, Tensor) and constant.shape == (ladder.levels,):
+        balance_levels(setup, torch.cat(draws), t.repeat(len(draws)))
