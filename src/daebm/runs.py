@@ -19,10 +19,9 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 from tqdm import tqdm
 
-from daebm import checkpoint, model, portable, report
+from daebm import checkpoint, engine, model, portable, report
 from daebm.config import Config
 from daebm.data import Dataset
-from daebm.engine import set_precision
 from daebm.errors import CheckpointError, DivergenceError, InputError
 from daebm.experiments import experiment
 from daebm.experiments.base import Arrays, Summary, Trained
@@ -53,7 +52,7 @@ def run(
         log.close()
     generator = torch.Generator(config.device).manual_seed(config.seed + EVALUATION_SEED)
     final = model.load(folder).to(config.device)
-    set_precision(final.network, state.precision)
+    engine.set_precision(final.network, state.precision)
     trained = Trained(final, dataset, copy.deepcopy(state.chains), config, generator, state.precision)
     clock = time.perf_counter()
     measured, arrays = experiment(config.experiment).evaluate(trained)
@@ -75,6 +74,7 @@ def check(config: Config, tensorboard: bool = False) -> Dataset:
     """The data of a run, after all that could refuse it has been asked."""
     if tensorboard:
         _summary_writer()
+    engine.check(config)  # before data are downloaded for a GPU that is not there
     dataset = experiment(config.experiment).dataset(config)
     begin(config, dataset)
     return dataset

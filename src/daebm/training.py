@@ -176,7 +176,8 @@ def check_precision(setup: Setup) -> list[str]:
 def step(setup: Setup) -> Tensor:
     """One iteration: data at random levels, chains moved, one gradient step on mean U(data) - mean U(chains).
 
-    Returns the `MEASURES`, (4,), still on the device: nothing in here waits for it.
+    Returns the `MEASURES`, (4,), still on the device. Nothing in here waits for it but the balance of the levels, once
+    in ``adapt_every`` iterations.
     """
     config, state, ladder, energy = setup.config, setup.state, setup.ladder, setup.engine.energy
     row = method(config.method)

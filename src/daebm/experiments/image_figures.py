@@ -106,6 +106,7 @@ def _level_figure(summary: Summary, arrays: Arrays) -> Figure:
             axis.set_yscale("log")
     trips = np.bincount(arrays["trips"])
     axes[7].bar(np.arange(len(trips)), trips)
+    axes[7].set_xlim(-0.5, max(len(trips), 5) - 0.5)
     axes[7].xaxis.get_major_locator().set_params(integer=True)
     axes[7].set_title("chains by label round trips in training", fontsize=9)
     return figure
