@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from daebm import Config, Dataset, Ladder, denoising, levels
-from daebm.denoising import chainless_loss, denoising_loss, ordering_loss
+from daebm.denoising import chainless_loss, denoising_loss, draw_noisy, ordering_loss
 from daebm.errors import InputError
 from daebm.ladder import per_chain
-from daebm.levels import balance_levels, close_gaps, settle
+from daebm.levels import balance_levels, settle
 from daebm.resnet import LevelResNet
 from daebm.samplers.mgms import Energy
 from daebm.spacing import neighbour_acceptance
@@ -375,13 +375,13 @@ def test_what_is_learned_without_chains(monkeypatch: pytest.MonkeyPatch) -> None
 
     def ordered(energy: Energy, x: Tensor, y: Tensor, t: Tensor) -> Tensor:
         seen["ordering"] = x, y, t
-        assert energy is it.engine.energy
+        assert energy is it.state.network
         return torch.tensor(5.0)
 
-    monkeypatch.setattr(it.engine, "denoising_loss", removed)
     monkeypatch.setattr(denoising, "ordering_loss", ordered)
     z, v, abar = it.data, it.ladder.variance, it.ladder.abar
-    assert float(chainless_loss(it, z)) == pytest.approx(3 / 2 + 5 / D)
+    noisy = draw_noisy(it.ladder, z, it.state.generator)
+    assert float(chainless_loss(removed, it.state.network, *noisy)) == pytest.approx(3 / 2 + 5 / D)
 
     def noise(x: Tensor, z: Tensor, t: Tensor) -> Tensor:
         return (x - per_chain(abar.sqrt(), t, x) * z) / per_chain(v.sqrt(), t, x)
@@ -417,52 +417,6 @@ def test_one_level_or_few_data_have_no_pairs(changes: dict[str, Any]) -> None:
 
 
 # Gains.
-
-
-def learned(it: Setup, n: int = 500) -> tuple[Tensor, Tensor, Tensor]:
-    """Chains and their energies under a network that has learned something."""
-    nn.init.constant_(it.state.network.inner.head.bias, 5.0)
-    t = torch.arange(n) % it.ladder.levels
-    x = it.ladder.diffuse(it.data[:n], t, it.state.generator)
-    return x, t, it.state.network(x, t).detach()
-
-
-def test_a_gap_lowers_the_gain_and_keeps_the_masses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same gap everywhere lowers every gain by rate * gap / dimensions.
-
-    The mean energy of a level stays, as does its mass to first order: with a step of .05 the second order is a fortieth
-    of what a gain lowered alone would move. Here each level speaks for itself: five levels are far apart.
-    """
-    monkeypatch.setattr(levels, "NEAR", 0.1)
-    it = setup(level_rate=0.5, gain_rate=0.1)
-    x, t, u = learned(it)
-    network = it.state.network
-    close_gaps(it, x, t, torch.full((500,), 0.5 * D), u)
-    torch.testing.assert_close(network.log_gain, torch.full((5,), -0.05))
-    with torch.no_grad():
-        change, alone = network(x, t) - u, (math.exp(-0.05) - 1) * (u - network.base(x, t))
-    moved, planted = (max(abs(float(part[t == k].mean())) for k in range(5)) for part in (change, alone))
-    assert planted > 0.1 and moved < planted / 30
-
-
-def test_gains_do_not_exceed_one() -> None:
-    it = setup(level_rate=0.5, gain_rate=0.1)
-    x, t, u = learned(it)
-    close_gaps(it, x, t, torch.full((500,), -1000.0), u)
-    assert not it.state.network.log_gain.any() and not it.state.network.constant.any()
-
-
-def test_the_optimiser_leaves_the_gains_alone() -> None:
-    it = setup(denoise=0, level_rate=0.5, gain_rate=0.1)
-    learned(it)
-    step(it)
-    assert it.state.network.log_gain.grad is None and bool((it.state.network.log_gain != 0).any())
-
-
-@pytest.mark.parametrize("changes", [{"level_rate": 0.0}, {"network": "level-mlp"}], ids=str)
-def test_gains_that_cannot_be_are_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(InputError, match=r"gain_rate needs network=level-resnet and a level_rate"):
-        config(**({"level_rate": 0.5, "gain_rate": 0.1} | changes))
 
 
 # The switch.

@@ -279,7 +279,6 @@ def warm_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Path]:
         checkpoint_every=3,
         average=0.9,
         beta1=0.5,
-        gain_rate=0.1,
         level_rate=0.1,
         dequantise=True,
         label_move="block",

@@ -44,6 +44,28 @@ def test_level_mlp_starts_as_the_diffused_gaussian() -> None:
         torch.testing.assert_close(network(x, torch.full((50,), t)), expected, rtol=1e-4, atol=1e-4)  # float32
 
 
+def test_carrying_keeps_the_whitened_coordinates_and_states_the_volume() -> None:
+    """The log determinant of the map's Jacobian, by automatic differentiation, for every pair of levels."""
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randn(500, 3, generator=generator) @ torch.randn(3, 3, generator=generator) + 1
+    ladder = Ladder.geometric(3, floor=0.2, top=4)
+    network = LevelMLP(data, ladder, width=16, hidden=1).double()
+    x, labels = torch.randn(1, 3, generator=generator, dtype=torch.float64), torch.arange(5).unsqueeze(0)
+    for t in range(5):
+        level = torch.tensor([t])
+        places, log_stretch = network.carried(x, level, labels)
+        whitened = network.base.whiten(places.squeeze(0), labels.squeeze(0))
+        near = {"rtol": 1e-5, "atol": 1e-5}  # the axes are float32
+        torch.testing.assert_close(whitened, network.base.whiten(x, level).expand(5, 3), **near)
+        torch.testing.assert_close(places[0, t], x[0], **near)
+
+        def carried(y: torch.Tensor, level: torch.Tensor = level) -> torch.Tensor:
+            return network.carried(y.unsqueeze(0), level, labels)[0].squeeze(0)
+
+        jacobian = torch.autograd.functional.jacobian(carried, x.squeeze(0))
+        torch.testing.assert_close(log_stretch.squeeze(0), torch.linalg.slogdet(jacobian).logabsdet, **near)
+
+
 def test_level_mlp_takes_images_and_flat_directions() -> None:
     images = torch.zeros(20, 1, 4, 4)
     network = LevelMLP(images, Ladder.geometric(16), width=8, hidden=1, squares=2, octaves=1)

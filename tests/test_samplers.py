@@ -280,7 +280,7 @@ def centred_block(energy: mgms.Energy, x: Tensor, t: Tensor, generator: torch.Ge
     valid = (labels >= 0) & (labels <= TOP)
     u = mgms.label_energies(energy, x, labels.clamp(0, TOP))
     chosen = torch.multinomial(torch.softmax(torch.where(valid, -u, -torch.inf), 1), 1, generator=generator)
-    return LabelInfo(labels.gather(1, chosen).squeeze(1), torch.zeros_like(t))
+    return LabelInfo(x, labels.gather(1, chosen).squeeze(1), torch.zeros_like(t))
 
 
 def inward_local(energy: mgms.Energy, x: Tensor, t: Tensor, generator: torch.Generator | None) -> LabelInfo:
@@ -289,7 +289,7 @@ def inward_local(energy: mgms.Energy, x: Tensor, t: Tensor, generator: torch.Gen
     proposal = torch.where(t == 0, 1, torch.where(t == TOP, TOP - 1, proposal))
     u = mgms.label_energies(energy, x, torch.stack([t, proposal], dim=1))
     accept = torch.rand(len(t), generator=generator).log() < u[:, 0] - u[:, 1]
-    return LabelInfo(torch.where(accept, proposal, t), torch.zeros_like(t))
+    return LabelInfo(x, torch.where(accept, proposal, t), torch.zeros_like(t))
 
 
 def no_normaliser(energy: mgms.Energy, x: Tensor, t: Tensor, generator: torch.Generator | None) -> LabelInfo:
@@ -308,6 +308,81 @@ LADDER_FAULTS: dict[str, Advance] = {
     "always inwards at the ends": by_transitions(inward_local),
     "level normaliser dropped": by_transitions(no_normaliser),
 }
+
+
+class Carrying:
+    """The ladder with an affine map between any two levels, each level with a centre and scales of its own.
+
+    They are near the levels' own, not equal: for a map that is exact the label would be free of x.
+    """
+
+    centre = torch.tensor([[0.2, -0.2], [0.3, 0.1], [0.6, 0.4], [0.5, 0.5], [0.2, 0.8]], dtype=torch.float64)
+    scale = torch.tensor([[0.5, 0.5], [0.4, 0.6], [0.9, 0.8], [1.4, 1.1], [1.5, 1.3]], dtype=torch.float64)
+
+    def __init__(self, stretched: bool = True, inverted: bool = True) -> None:
+        self.stretched, self.inverted = stretched, inverted
+
+    def __call__(self, x: Tensor, t: Tensor) -> Tensor:
+        return LEVELS(x, t)
+
+    def carried(self, x: Tensor, t: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        own = self.scale[t].unsqueeze(1)
+        y = (x - self.centre[t]).unsqueeze(1) / (own if self.inverted else own.sqrt())
+        log_stretch = self.scale[labels].log().sum(2) - own.log().sum(2)
+        return y * self.scale[labels] + self.centre[labels], log_stretch if self.stretched else 0 * log_stretch
+
+
+def by_carrying(energy: Carrying, left_behind: bool = False) -> Advance:
+    carry = mgms.carry(TOP, 3)
+
+    def move(given: mgms.Energy, x: Tensor, t: Tensor, generator: torch.Generator | None) -> LabelInfo:
+        info = carry(given, x, t, generator)
+        return info._replace(x=x) if left_behind else info
+
+    def advance(x: Tensor, t: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        for _ in range(15):
+            x, t, _info = mgms.transition(langevin.mala, energy, x, t, LEVEL_SIGMA, 2, move, generator)
+        return x, t
+
+    return advance
+
+
+CARRY_FAULTS: dict[str, Advance] = {
+    "volume forgotten": by_carrying(Carrying(stretched=False)),
+    "back is not there": by_carrying(Carrying(inverted=False)),
+    "x left behind": by_carrying(Carrying(), left_behind=True),
+}
+
+
+def test_a_label_move_that_carries_x_keeps_the_joint_target() -> None:
+    outcome = joint_exact_start(by_carrying(Carrying()), seed=11)
+    assert outcome.levels < SIGMAS
+    assert outcome.positions < SIGMAS
+
+
+@pytest.mark.parametrize("fault", CARRY_FAULTS)
+def test_exact_start_catches_a_faulty_carrying_move(fault: str) -> None:
+    assert max(joint_exact_start(CARRY_FAULTS[fault], seed=11)) > CAUGHT
+
+
+def test_a_carrying_move_leaves_those_who_stay_and_costs_a_block() -> None:
+    calls = []
+
+    class Counted(Carrying):
+        def __call__(self, x: Tensor, t: Tensor) -> Tensor:
+            calls.append(len(x))
+            return super().__call__(x, t)
+
+    x, t = LEVELS.sample(200, seeded(13))
+    info = mgms.carry(TOP, 3)(Counted(), x, t, seeded(14))
+    stays = info.t == t
+    assert calls == [600] and 20 < int(stays.sum()) < 180
+    assert torch.equal(info.x[stays], x[stays]) and not torch.isclose(info.x[~stays], x[~stays]).all(1).any()
+
+
+def test_only_an_energy_that_can_carry_is_carried() -> None:
+    with pytest.raises(InputError, match="carry needs an energy that can carry x"):
+        mgms.carry(TOP, 3)(LEVELS, torch.zeros(2, 2), torch.zeros(2, dtype=torch.long), seeded(15))
 
 
 @pytest.mark.parametrize("move", MOVES)
@@ -645,7 +720,7 @@ def test_an_energy_of_the_wrong_shape_is_refused(kernel: str, energy: langevin.P
     [
         (lambda: langevin.run(langevin.mala, Plain((2,), torch.float32), torch.zeros(1, 2), 0.1, 0), "steps .* 0"),
         (lambda: mgms.block(4, 1), "at least 2 labels, got 1"),
-        (lambda: mgms.label_move("sideways", 4, 2), "'sideways'.*full, block or local"),
+        (lambda: mgms.label_move("sideways", 4, 2), "'sideways'.*full, block, local or carry"),
         (lambda: LabelledLadder(torch.ones(2), [Skewed(1)]), "1 levels.* got 2"),
     ],
 )

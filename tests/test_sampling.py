@@ -128,11 +128,11 @@ def scripted(path: list[list[int]]) -> tuple[Any, list[int]]:
     """A label move that follows a script: path[k] gives the labels of the chains still running at transition k."""
     sizes: list[int] = []
 
-    def move(_energy: Any, _x: Tensor, t: Tensor, _generator: Any) -> LabelInfo:
+    def move(_energy: Any, x: Tensor, t: Tensor, _generator: Any) -> LabelInfo:
         labels = torch.tensor(path[len(sizes)])
         assert len(labels) == len(t)
         sizes.append(len(t))
-        return LabelInfo(labels, torch.zeros_like(labels))
+        return LabelInfo(x, labels, torch.zeros_like(labels))
 
     return move, sizes
 

@@ -57,6 +57,9 @@ class Config:
     beta1: float = 0.0
     denoise: int = 0  # iterations of denoising score matching first, a warm start
     denoise_rate: float = 1e-3  # learning rate then, falling linearly to 0
+    contrast: int = 0  # then iterations of contrastive divergence: chains that start from the batch, at its levels
+    contrast_steps: int = 30  # Langevin steps of those chains
+    contrast_rate: float = 1e-4  # learning rate then, falling linearly to 0
     warm_up: int = 0  # iterations of linear ramp from 0
     decay_start: float = 0.5  # linear decay to 0 from this share of the iterations on (when there are no milestones)
     milestones: tuple[float, ...] = ()  # shares of the iterations at which the rate is multiplied by decay_factor
@@ -64,14 +67,13 @@ class Config:
     clip: float = 0.0  # largest gradient norm; 0 is off
     energy_penalty: float = 0.0  # weight of mean U^2 over data and chains
     level_rate: float = 0.0  # share of unequal level masses made up for at an adaptation; data then take chains' levels
-    gain_rate: float = 0.0  # level-resnet: how fast a level's gain follows its energy gap, per nat a dimension
     average: float = 0.0  # decay of the exponential weight average that the final model uses; 0 is off
 
     # Chains
     kernel: str = ""  # mala or langevin; empty takes the method's own
     steps: int = 10  # L, Langevin steps per burst
     bursts: int = 1  # bursts per iteration, each followed by a label move (methods with levels)
-    label_move: str = "full"  # full, block or local
+    label_move: str = "full"  # full, block, local, or carry: a block that takes x along (level networks)
     block: int = 8  # labels per block
     store: int = 10_000
     start: str = "data"  # the store begins as diffused data or as noise
@@ -111,6 +113,7 @@ class Config:
             "width",
             "hidden",
             "patch",
+            "contrast_steps",
             "checkpoint_every",
         ):
             _require(self, name, getattr(self, name) >= 1, "at least 1")
@@ -123,25 +126,26 @@ class Config:
             "top",
             "warm_up",
             "denoise",
+            "contrast",
             "adapt_every",
             "reject_from",
             "maximum_rollbacks",
             "seed",
         ):
             _require(self, name, getattr(self, name) >= 0, "0 or more")
-        for name in ("floor", "clip", "energy_penalty", "level_rate", "gain_rate"):
+        for name in ("floor", "clip", "energy_penalty", "level_rate"):
             _require(self, name, getattr(self, name) >= 0, "0 or more")
-        for name in ("learning_rate", "denoise_rate", "step_size", "step_minimum", "maximum_gap", "first_sd"):
+        for name in ("learning_rate", "denoise_rate", "contrast_rate", "first_sd"):
+            _require(self, name, getattr(self, name) > 0, "positive")
+        for name in ("step_size", "step_minimum", "maximum_gap"):
             _require(self, name, getattr(self, name) > 0, "positive")
         for name in ("average", "beta1"):
             _require(self, name, 0 <= getattr(self, name) < 1, "in [0, 1)")
         _require(self, "level_rate", self.level_rate <= 1, "at most 1")
         if self.level_rate and not self.adapt_every:
             raise InputError("level_rate balances the levels whenever step sizes adapt: adapt_every must not be 0")
-        if self.gain_rate and not (self.level_rate and self.network == "level-resnet"):
-            raise InputError(
-                "gain_rate needs network=level-resnet and a level_rate, with which data take the chains' levels"
-            )
+        if self.label_move == "carry" and not self.network.startswith("level-"):
+            raise InputError("label_move=carry needs network=level-mlp or level-resnet, which carry x between levels")
         _require(self, "overlap", 0 < self.overlap < 1, "between 0 and 1")
         _require(self, "seed", self.seed < 2**62, "below 2**62")
         _require(self, "block", self.block >= 2, "at least 2")
@@ -155,20 +159,27 @@ class Config:
             ("ladder", ["geometric", "overlap", "paper"]),
             ("network", list(NETWORKS)),
             ("optimiser", ["adam", "sgd"]),
-            ("label_move", ["full", "block", "local"]),
+            ("label_move", ["full", "block", "local", "carry"]),
             ("start", ["data", "noise"]),
             ("device", ["cpu", "cuda"]),
             ("precision", list(PRECISIONS)),
         ):
             value = getattr(self, name)
             _require(self, name, value in choices, f"one of {', '.join(choices)}")
-        _require(self, "denoise", self.denoise < self.iterations, "less than iterations")
+        _require(self, "iterations", self.iterations > self.warm, "more than denoise and contrast together")
+        if self.contrast and self.method != "da":
+            raise InputError(f"contrast is a warm start of method da: {self.method} has chains of its own")
         if row.start == "store" and self.store < self.batch:
             raise InputError(f"store={self.store} must hold at least batch={self.batch} chains")
 
     @property
     def restart_probability(self) -> float:
         return method(self.method).restart if self.restart < 0 else self.restart
+
+    @property
+    def warm(self) -> int:
+        """Iterations before the persistent chains take over."""
+        return self.denoise + self.contrast
 
     @property
     def gradients_per_iteration(self) -> int:

@@ -5,17 +5,15 @@ It says nothing of what diffused data never reach, nor of the levels' masses: th
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from daebm.ladder import per_chain
+from daebm.ladder import Ladder, per_chain
 from daebm.samplers.mgms import Energy
-
-if TYPE_CHECKING:
-    from daebm.training import Setup
 
 
 def denoising_loss(network: Energy, x: Tensor, t: Tensor, eps: Tensor, sd: Tensor) -> Tensor:
@@ -40,18 +38,39 @@ def ordering_loss(energy: Energy, x: Tensor, y: Tensor, t: Tensor) -> Tensor:
     return F.softplus(right_x + right_y - wrong_x - wrong_y).mean()
 
 
-def chainless_loss(setup: Setup, z: Tensor) -> Tensor:
-    """What can be learned of the energy without chains, from standardised data z; in nats per pixel.
+class Noisy(NamedTuple):
+    """What the warm start learns from: x = noised data at levels t with their noise eps and its sd, and pairs of
+    independent images of which ``low`` is at level ``edge`` and ``high`` one above."""
 
-    Both terms are least at the true energies, at all levels; neither sees what no diffused data ever reach.
-    """
-    ladder, generator, pairs = setup.ladder, setup.state.generator, len(z) // 4
+    x: Tensor
+    t: Tensor
+    eps: Tensor
+    sd: Tensor
+    low: Tensor
+    high: Tensor
+    edge: Tensor
+
+
+def draw_noisy(ladder: Ladder, z: Tensor, generator: torch.Generator) -> Noisy:
+    """Standardised data z at random levels; a quarter as many pairs."""
     t = torch.randint(ladder.levels, (len(z),), generator=generator, device=z.device)
     eps = torch.randn(z.shape, generator=generator, device=z.device)
-    loss = setup.engine.denoising_loss(ladder.noised(z, t, eps), t, eps, per_chain(ladder.variance.sqrt(), t, z)) / 2
-    if ladder.top == 0 or pairs == 0:
-        return loss
-    t = torch.randint(ladder.top, (pairs,), generator=generator, device=z.device)
-    low = ladder.diffuse(z[:pairs], t, generator)
-    high = ladder.diffuse(z[pairs : 2 * pairs], t + 1, generator)
-    return loss + ordering_loss(setup.engine.energy, low, high, t) / z[0].numel()
+    x, sd = ladder.noised(z, t, eps), per_chain(ladder.variance.sqrt(), t, z)
+    pairs = len(z) // 4 if ladder.top else 0
+    edge = torch.randint(max(ladder.top, 1), (pairs,), generator=generator, device=z.device)
+    low = ladder.diffuse(z[:pairs], edge, generator)
+    high = ladder.diffuse(z[pairs : 2 * pairs], edge + 1, generator) if pairs else low
+    return Noisy(x, t, eps, sd, low, high, edge)
+
+
+def chainless_loss(score: Callable[..., Tensor], energy: Energy, *given: Tensor) -> Tensor:
+    """What can be learned of the energy without chains, from ``given`` (the parts of `Noisy`); in nats per pixel.
+
+    ``score`` is `denoising_loss` of the energy. Both terms are least at the true energies, at all levels; neither sees
+    what no diffused data ever reach.
+    """
+    noisy = Noisy(*given)
+    loss = score(noisy.x, noisy.t, noisy.eps, noisy.sd) / 2
+    if len(noisy.edge):
+        loss = loss + ordering_loss(energy, noisy.low, noisy.high, noisy.edge) / noisy.x[0].numel()
+    return loss

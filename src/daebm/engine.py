@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from daebm.denoising import denoising_loss
+from daebm.denoising import chainless_loss, denoising_loss
 from daebm.errors import InputError
 from daebm.ladder import Ladder
 from daebm.methods import Transition
 from daebm.samplers import mgms
 from daebm.samplers.capture import Captured
-from daebm.samplers.langevin import Kernel
+from daebm.samplers.langevin import KERNELS, Kernel
+from daebm.updates import likelihood_loss, trainable
 
 if TYPE_CHECKING:
     from daebm.config import Config
@@ -65,56 +66,87 @@ def exactly() -> Iterator[None]:
         torch.backends.cudnn.allow_tf32 = before
 
 
+Gradient = Callable[..., tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]]
+"""Of given tensors: a loss and other values, and the gradient of the loss with respect to the trainable weights."""
+
+
 class Engine:
     """The compiled pieces of a training run. Holds no state of the run: it can be rebuilt at any time."""
 
     def __init__(self, config: Config, network: nn.Module, ladder: Ladder, generator: torch.Generator) -> None:
         self.config, self.network, self.generator = config, network, generator
         self.move = mgms.label_move(config.label_move, ladder.top, config.block)
-        self.on_gpu = config.device == "cuda"
+        self.compiled = config.compile and config.device == "cuda"
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was recorded: graphs read weights where they lay and in the precision of then."""
         self.transitions: dict[Kernel, Transition] = {}
-        self.compiled = config.compile and self.on_gpu
-        # The losses need gradients with respect to weights, graphs of their own.
-        self.energy: Callable[[Tensor, Tensor], Tensor] = network
-        self.denoising_loss: Callable[..., Tensor] = partial(denoising_loss, network)
-        if self.compiled:
-            self.energy = torch.compile(self.energy, dynamic=False)
-            self.denoising_loss = torch.compile(self.denoising_loss, dynamic=False)
+        self.at_levels: Transition | None = None
+        energy, score = self._compile(self.network), self._compile(partial(denoising_loss, self.network))
+        self.likelihood = self._gradient(partial(likelihood_loss, energy, self.config.energy_penalty))
+        self.chainless = self._gradient(lambda *noisy: (chainless_loss(score, energy, *noisy),))
 
     def use(self, precision: str) -> None:
-        """Go on in ``precision``: graphs recorded in another one are of no more use."""
+        """Go on in ``precision``."""
         set_precision(self.network, precision)
-        self.transitions.clear()
+        self.reset()
+
+    def _compile(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return torch.compile(function, dynamic=False) if self.compiled else function
+
+    def _gradient(self, loss: Callable[..., tuple[Tensor, ...]]) -> Gradient:
+        """``loss`` returns what is to be lowered and other values; this, all of them and the weights' gradient."""
+        weights = trainable(self.network)
+
+        def gradient(*inputs: Tensor) -> Any:
+            values = loss(*inputs)
+            slopes = torch.autograd.grad(values[0], weights, allow_unused=True)
+            # Laid out as the weights are: only then does the optimiser take all weights at once.
+            slopes = tuple(
+                slope if slope is None or slope.stride() == weight.stride() else torch.empty_like(weight).copy_(slope)
+                for slope, weight in zip(slopes, weights, strict=True)
+            )
+            return tuple(value.detach() for value in values), slopes
+
+        return Captured(gradient, copy=False) if self.compiled else gradient
 
     def transition(self, kernel: Kernel) -> Transition:
         """Algorithm 2 on the network, compiled and captured on a GPU."""
         if kernel not in self.transitions:
-            self.transitions[kernel] = self._build(kernel)
+            self.transitions[kernel] = self._build(kernel, self.config.steps, self.move)
         return self.transitions[kernel]
 
-    def _build(self, kernel: Kernel) -> Transition:
-        config = self.config
+    def stay(self, x: Tensor, t: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor, mgms.TransitionInfo]:
+        """``contrast_steps`` steps at fixed levels, compiled and captured on a GPU."""
+        if self.at_levels is None:
+            self.at_levels = self._build(KERNELS[self.config.kernel], self.config.contrast_steps, mgms.stay)
+        return self.at_levels(x, t, sigma)
+
+    def _build(self, kernel: Kernel, steps: int, label_move: mgms.LabelMove) -> Transition:
         labels = _CompiledLabels(self.network) if self.compiled else self.network
 
         def move(energy: Any, x: Tensor, t: Tensor, generator: torch.Generator | None) -> Any:
-            return self.move(labels, x, t, generator)
+            return label_move(labels, x, t, generator)
 
         def transition(x: Tensor, t: Tensor, sigma: Tensor) -> Any:
             return mgms.transition(
-                kernel, self.network, x, t, sigma, config.steps, move, self.generator, config.compile, check=False
+                kernel, self.network, x, t, sigma, steps, move, self.generator, self.config.compile, check=False
             )
 
         return Captured(transition, self.generator) if self.compiled else transition
 
 
 class _CompiledLabels:
-    """A network whose energies of many labels are compiled; called as a whole it is the network."""
+    """A network whose energies of many labels are compiled."""
 
     def __init__(self, network: nn.Module) -> None:
-        self.network = network
+        self.energy = torch.compile(network, dynamic=False)
         if hasattr(network, "of_labels"):
             self.of_labels = torch.compile(cast(Callable[..., Tensor], network.of_labels), dynamic=False)
+        if hasattr(network, "carried"):
+            self.carried = network.carried
 
     def __call__(self, x: Tensor, t: Tensor) -> Tensor:
-        u: Tensor = self.network(x, t)
+        u: Tensor = self.energy(x, t)
         return u

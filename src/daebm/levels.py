@@ -1,9 +1,8 @@
-"""The levels' own parameters, found from chains and not by the optimiser: constants (masses) and gains."""
+"""The levels' constants, found from chains and not by the optimiser, and a start for likelihood."""
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -16,7 +15,6 @@ from daebm.spacing import level_balance
 if TYPE_CHECKING:
     from daebm.training import Setup
 
-NEAR = 2.0  # levels: sd of the weights with which chains speak for a level near theirs
 BALANCED = 8192  # at most so many chains are looked at
 SETTLE_CHAINS = 32  # per level
 SETTLE_ROUNDS, SETTLE_STEPS = 8, 5  # an adaptation of the step sizes each; the second half is measured
@@ -29,25 +27,6 @@ def balance_levels(setup: Setup, x: Tensor, t: Tensor, share: float = 1.0) -> No
     ratio, _acceptance = level_balance(setup.state.network, x[:BALANCED], t[:BALANCED], setup.ladder.top)
     with torch.no_grad():  # mass e^(ratio) too much is energy too low
         constant[1:] += share * ratio.cumsum(0).to(constant)
-
-
-def close_gaps(setup: Setup, x: Tensor, t: Tensor, gaps: Tensor, u: Tensor) -> None:
-    """Lower the gain of levels whose chains lie below the data, and raise it where they lie above.
-
-    An energy that is off by s nats here and there has its chains where it is too low, about s^2 nats below the data.
-    Likelihood then wants less of what was learned at that level: the gain is that one direction, found by ``gaps``
-    U(data) - U(chains) at the levels t of chains x with energies u. Those of near levels count too. To first order the
-    constants keep the levels' masses.
-    """
-    network = cast(Any, setup.state.network)
-    distance = (torch.arange(len(network.constant), device=t.device).unsqueeze(1) - t) / NEAR
-    with torch.no_grad():
-        near = torch.softmax(-distance.square() / 2, 1)  # (T + 1, n), rows sum to 1
-        step = -setup.config.gain_rate / math.prod(setup.dataset.event) * (near @ gaps)
-        learned = near @ (u - network.base(x, t) - network.constant[t])
-        step = torch.minimum(step, -network.log_gain)  # never more than was learned: noise alone could let it grow
-        network.log_gain += step
-        network.constant -= step * learned
 
 
 def settle(setup: Setup) -> None:

@@ -132,6 +132,12 @@ class DiffusedGaussian(nn.Module):
     def forward(self, x: Tensor, t: Tensor) -> Tensor:
         return self.whiten(x, t).square().sum(1) / 2 + self.half_log_det[t]
 
+    def carried(self, x: Tensor, t: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """x at other levels with the same whitened coordinates, (n, b, ...), and log sqrt(det C_label / det C_t)."""
+        y = self.whiten(x, t).unsqueeze(1) / self.precision[labels] + self.centre[labels]
+        stretch = self.half_log_det[labels] - self.half_log_det[t].unsqueeze(1)
+        return (y @ self.axes.T).reshape(*labels.shape, *x.shape[1:]), stretch
+
     def of_labels(self, x: Tensor, labels: Tensor) -> Tensor:
         y = ((x.flatten(1) @ self.axes).unsqueeze(1) - self.centre[labels]) * self.precision[labels]
         return y.square().sum(2) / 2 + self.half_log_det[labels]
@@ -190,6 +196,9 @@ class LevelMLP(nn.Module):
             q = (h @ self.constraints + self.offsets[t]) * self.log_scales[t].exp()
             u = u + q.square().sum(1) / 2
         return u + (h * self.head_gain[t]) @ self.head + self.constant[t]
+
+    def carried(self, x: Tensor, t: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        return self.base.carried(x, t, labels)
 
 
 class GaussianTop(nn.Module):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from daebm.chains import Chains
 from daebm.engine import set_precision
 from daebm.samplers.langevin import energy_and_gradient, init
-from daebm.samplers.mgms import label_energies
+from daebm.samplers.mgms import carried_energies, label_energies
 
 LIMIT = 0.01  # of either change; a 0.3-nat error moves the *mean* acceptance by .006 only, but a proposal's by .08
 FALLBACK = {"fp16": "tf32", "bf16": "tf32", "tf32": "tf32x2", "tf32x2": "fp32"}
@@ -72,10 +72,10 @@ def check_precision(
             before = init(energy, x_now)
             proposal = x_now - step.reshape(shape) ** 2 / 2 * before.grad + step.reshape(shape) * eps
             after_energy, after_grad = energy_and_gradient(energy, proposal)
-            coarse = label_energies(network, x_now, labels)
+            coarse = _of_labels(network, x_now, t_now, labels)
             set_precision(network, "fp32")
             exact_before, exact_after = energy(x_now), energy(proposal)
-            fine = label_energies(network, x_now, labels)
+            fine = _of_labels(network, x_now, t_now, labels)
         # log r with float32 energies: the drift's part is what the coarse log r leaves besides its energies.
         both = before.grad + after_grad
         drift = (step.reshape(shape) / 2 * both * (eps - step.reshape(shape) / 4 * both)).flatten(1).sum(1)
@@ -87,7 +87,7 @@ def check_precision(
         changes = torch.stack(
             [
                 (accepted(before.energy - after_energy + drift) - exact).abs(),
-                (torch.softmax(-coarse, 1) - torch.softmax(-fine, 1)).abs().sum(1) / 2,
+                (torch.softmax(-coarse, 2) - torch.softmax(-fine, 2)).abs().sum(2).amax(0) / 2,
                 torch.ones_like(exact),
             ]
         )
@@ -95,6 +95,14 @@ def check_precision(
     set_precision(network, precision)
     seen = sums[2].clamp(min=1)
     return PrecisionReport(precision, (sums[0] / seen).cpu(), (sums[1] / seen).cpu())
+
+
+def _of_labels(network: nn.Module, x: Tensor, t: Tensor, labels: Tensor) -> Tensor:
+    """Energies of labels for every way in which a label can be drawn: x fixed, and carried where the network can."""
+    kinds = [label_energies(network, x, labels)]
+    if hasattr(network, "carried"):
+        kinds.append(carried_energies(network, x, t, labels)[1])
+    return torch.stack(kinds)
 
 
 def settle_precision(

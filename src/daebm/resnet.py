@@ -146,10 +146,10 @@ class ResNet(nn.Module):
 class LevelResNet(nn.Module):
     """Ours for images: the data's own diffused Gaussian at every level, corrected by the paper's network.
 
-    U(x, t) = 1/2 |C_t^(-1/2) (x - m_t)|^2 + 1/2 log det C_t + e^(g_t) f(x, t) / sqrt(v_t) + c_t
+    U(x, t) = 1/2 |C_t^(-1/2) (x - m_t)|^2 + 1/2 log det C_t + f(x, t) / sqrt(v_t) + c_t
 
     The correction starts at zero, so that the model begins as a normalised density whose labels mix, and weighs most
-    where the noise is least, as the slope of the true energy does. Its gain e^(g_t) is 1 until likelihood changes it.
+    where the noise is least, as the slope of the true energy does.
     """
 
     scale: Tensor
@@ -160,20 +160,18 @@ class LevelResNet(nn.Module):
         self.inner = ResNet(tuple(data.shape[1:]), ladder.levels, width, depth, patch)
         nn.init.zeros_(self.inner.head.weight)
         self.constant = nn.Parameter(torch.zeros(ladder.levels))
-        self.log_gain = nn.Parameter(torch.zeros(ladder.levels))
         self.register_buffer("scale", self.base.noise.rsqrt().float())
-
-    @property
-    def gain(self) -> Tensor:
-        return self.log_gain.exp() * self.scale
 
     def forward(self, x: Tensor, t: Tensor) -> Tensor:
         return self.at(t)(x)
 
     def at(self, t: Tensor) -> Callable[[Tensor], Tensor]:
-        inner, gain, constant = self.inner.at(t), self.gain[t], self.constant[t]
-        return lambda x: cast(Tensor, self.base(x, t) + gain * inner(x) + constant)
+        inner, scale, constant = self.inner.at(t), self.scale[t], self.constant[t]
+        return lambda x: cast(Tensor, self.base(x, t) + scale * inner(x) + constant)
+
+    def carried(self, x: Tensor, t: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        return self.base.carried(x, t, labels)
 
     def of_labels(self, x: Tensor, labels: Tensor) -> Tensor:
-        learned = self.inner.of_labels(x, labels) * self.gain[labels] + self.constant[labels]
+        learned = self.inner.of_labels(x, labels) * self.scale[labels] + self.constant[labels]
         return self.base.of_labels(x, labels) + learned

@@ -89,15 +89,13 @@ def start(config: Config, data: Tensor, ladder: Ladder, network: nn.Module | Non
                 "level_rate needs levels and a network with a constant for each: level-mlp or level-resnet"
             )
         constant.requires_grad_(False)  # it follows the masses of the levels, not the optimiser
-    if config.gain_rate:
-        network.log_gain.requires_grad_(False)
     if config.start == "data":
         chains = Chains.from_data(config.store, data, ladder, generator)
     else:
         chains = Chains.from_noise(config.store, event, ladder, generator)
     return TrainingState(
         network=network,
-        optimiser=optimiser(config, network),
+        optimiser=optimiser(config, network, warm_start=config.warm > 0),
         average={k: v.detach().clone() for k, v in network.named_parameters()} if config.average else {},
         chains=chains,
         steps=StepSizes.start(
@@ -117,10 +115,12 @@ def start(config: Config, data: Tensor, ladder: Ladder, network: nn.Module | Non
     )
 
 
-def optimiser(config: Config, network: nn.Module) -> torch.optim.Optimizer:
-    if config.optimiser == "sgd":
+def optimiser(config: Config, network: nn.Module, warm_start: bool = False) -> torch.optim.Optimizer:
+    """The config's own or, for the warm start, Adam with momentum: its gradients have little noise."""
+    if config.optimiser == "sgd" and not warm_start:
         return torch.optim.SGD(network.parameters(), lr=config.learning_rate)
-    return torch.optim.Adam(network.parameters(), lr=config.learning_rate, betas=(config.beta1, 0.999))
+    betas = (0.9 if warm_start else config.beta1, 0.999)
+    return torch.optim.Adam(network.parameters(), lr=config.learning_rate, betas=betas)
 
 
 def holds_state(folder: Path) -> bool:
@@ -192,6 +192,8 @@ class Saved:
                     f"{facts['data']['event']} there, {self.data_facts['rows']} of {self.data_facts['event']} here, or "
                     "other values): resume on the same data or choose another --out"
                 )
+        # The warm start has an optimiser of its own, and a roll-back may lead into it.
+        state.optimiser = optimiser(self.config, state.network, facts["iteration"] < self.config.warm)
         _unpack(state, tensors, facts)
 
 

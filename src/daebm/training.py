@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from daebm import engine
 from daebm.config import Config
 from daebm.data import Dataset, check_finite
-from daebm.denoising import chainless_loss
+from daebm.denoising import draw_noisy
 from daebm.engine import Engine
 from daebm.errors import DivergenceError, InputError
 from daebm.guard import MEASURES, MetricsLog, bad_weights, trouble
 from daebm.ladder import Ladder
-from daebm.levels import balance_levels, close_gaps, settle
+from daebm.levels import balance_levels, settle
 from daebm.methods import draw_negatives, method
 from daebm.precision import settle_precision
 from daebm.samplers.langevin import KERNELS
@@ -109,7 +109,7 @@ def train(
     unread: list[Tensor] = []
 
     while state.iteration < config.iterations:
-        unread.append(denoise(setup) if state.iteration < config.denoise else step(setup))
+        unread.append(advance(setup))
         due = state.iteration % config.checkpoint_every == 0 or state.iteration == config.iterations
         logged = state.iteration % config.log_every == 0 or state.iteration == config.iterations
         if not (due or logged or state.iteration % check_every == 0):
@@ -173,13 +173,27 @@ def check_precision(setup: Setup) -> list[str]:
     return refused
 
 
+def advance(setup: Setup) -> Tensor:
+    """One iteration of whichever part of the plan it is in. Returns the `MEASURES`, (4,), still on the device."""
+    config, state = setup.config, setup.state
+    part = step
+    if state.iteration < config.warm:
+        part = denoise if state.iteration < config.denoise else contrast
+    measures = part(setup)
+    if config.warm and state.iteration in (config.denoise, config.warm):  # the next part begins
+        if state.iteration == config.warm:
+            settle(setup)
+        state.optimiser = optimiser(config, state.network, state.iteration < config.warm)
+        state.average = {k: v.detach().clone() for k, v in state.network.named_parameters() if config.average}
+    return measures
+
+
 def step(setup: Setup) -> Tensor:
     """One iteration: data at random levels, chains moved, one gradient step on mean U(data) - mean U(chains).
 
-    Returns the `MEASURES`, (4,), still on the device. Nothing in here waits for it but the balance of the levels, once
-    in ``adapt_every`` iterations.
+    Nothing in here waits for the device but the balance of the levels, once in ``adapt_every`` iterations.
     """
-    config, state, ladder, energy = setup.config, setup.state, setup.ladder, setup.engine.energy
+    config, state, ladder = setup.config, setup.state, setup.ladder
     row = method(config.method)
     network, generator = state.network, state.generator
 
@@ -222,30 +236,45 @@ def step(setup: Setup) -> Tensor:
         x_data = ladder.noised(z, t_data, eps)
 
     # Update (line 7).
-    u_data = energy(x_data, t_data)
-    u_chains = energy(negatives.x, negatives.t)
+    (loss, u_data, u_chains), gradient = setup.engine.likelihood(x_data, t_data, negatives.x, negatives.t)
     gap = u_data.mean() - u_chains.mean()
-    loss = gap + config.energy_penalty * (u_data.square().mean() + u_chains.square().mean())
-    grad_norm = update(config, state, loss)
-    if config.gain_rate:
-        close_gaps(setup, negatives.x, negatives.t, (u_data - u_chains).detach(), u_chains.detach())
+    grad_norm = update(config, state, gradient)
     if config.adapt_every and state.iteration % config.adapt_every == 0:
         state.steps.adapt()
         if config.level_rate:
             balance_levels(setup, state.chains.x, state.chains.t, config.level_rate)
-    return torch.stack([loss.detach(), gap.detach(), grad_norm, acceptance])
+    return torch.stack([loss, gap, grad_norm, acceptance])
 
 
 def denoise(setup: Setup) -> Tensor:
-    """One iteration of the warm start; the last one balances the levels and resets optimiser and average."""
+    """One iteration of the first warm start: noise is removed and noisy images are put in order; no chains."""
     config, state = setup.config, setup.state
-    loss = chainless_loss(setup, setup.points(_next_batch(state, len(setup.data), config.batch)))
-    grad_norm = update(config, state, loss)
-    if state.iteration == config.denoise:
-        settle(setup)
-        state.optimiser = optimiser(config, state.network)
-        state.average = {k: v.detach().clone() for k, v in state.network.named_parameters() if config.average}
-    return torch.stack([loss.detach(), torch.zeros_like(grad_norm), grad_norm, torch.zeros_like(grad_norm)])
+    z = setup.points(_next_batch(state, len(setup.data), config.batch))
+    (loss,), gradient = setup.engine.chainless(*draw_noisy(setup.ladder, z, state.generator))
+    grad_norm = update(config, state, gradient)
+    return torch.stack([loss, torch.zeros_like(loss), grad_norm, torch.zeros_like(loss)])
+
+
+def contrast(setup: Setup) -> Tensor:
+    """One iteration of the second: chains start from the batch itself and stay at its levels.
+
+    Slopes say little of how energies differ over a distance, and chains that follow them fall into what lies there.
+    A chain and the point it came from have most of their energy in common, so that what a chain has found shows in a
+    gradient of a few hundred: with chains that have forgotten where they came from it drowns in their differences.
+    """
+    config, state, ladder, generator = setup.config, setup.state, setup.ladder, setup.state.generator
+    z = setup.points(_next_batch(state, len(setup.data), config.batch))
+    t = torch.randint(ladder.levels, (len(z),), generator=generator, device=z.device)
+    x = ladder.diffuse(z, t, generator)
+    with torch.no_grad():
+        y, _t, info = setup.engine.stay(x, t, state.steps.sigma)
+    state.steps.record(t, info.steps.accept_prob)
+    state.nonfinite += info.steps.nonfinite.sum().long()
+    (loss, u_data, u_chains), gradient = setup.engine.likelihood(x, t, y, t)
+    grad_norm = update(config, state, gradient)
+    if config.adapt_every and state.iteration % config.adapt_every == 0:
+        state.steps.adapt()
+    return torch.stack([loss, u_data.mean() - u_chains.mean(), grad_norm, info.steps.accept_prob.mean()])
 
 
 def _metrics(config: Config, state: TrainingState, measures: list[float]) -> dict[str, Any]:

@@ -3,44 +3,61 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from daebm.config import Config
+from daebm.samplers.mgms import Energy
 from daebm.state import TrainingState
 
 
 def learning_rate(config: Config, iteration: int) -> float:
     """Linear warm-up, then a staircase at the milestones or, without any, constant and linear to zero.
 
-    A warm start by denoising comes before that, with a rate of its own that falls linearly to zero.
+    Both warm starts come before that, with rates of their own that rise fast and fall linearly to zero.
     """
-    if iteration < config.denoise:
-        return config.denoise_rate * min(1.0, (iteration + 1) / 100) * (1 - iteration / config.denoise)
-    iteration -= config.denoise
-    share = iteration / (config.iterations - config.denoise)
+    for count, rate in ((config.denoise, config.denoise_rate), (config.contrast, config.contrast_rate)):
+        if iteration < count:
+            return rate * min(1.0, (iteration + 1) / 100) * (1 - iteration / count)
+        iteration -= count
+    share = iteration / (config.iterations - config.warm)
     rate = config.learning_rate * min(1.0, (iteration + 1) / (config.warm_up + 1))
     if config.milestones:
         return float(rate * config.decay_factor ** sum(share >= m for m in config.milestones))
     return rate * min(1.0, (1 - share) / max(1 - config.decay_start, 1e-12))
 
 
-def update(config: Config, state: TrainingState, loss: Tensor) -> Tensor:
-    """A step of the optimiser and of the weight average; returns the norm of the gradient."""
+def trainable(network: nn.Module) -> list[nn.Parameter]:
+    """The weights that the optimiser moves."""
+    return [weight for weight in network.parameters() if weight.requires_grad]
+
+
+def likelihood_loss(
+    energy: Energy, penalty: float, x_data: Tensor, t_data: Tensor, x_chains: Tensor, t_chains: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """mean U(data) - mean U(chains), with a small penalty on the size of both; and U of data and chains."""
+    u_data, u_chains = energy(x_data, t_data), energy(x_chains, t_chains)
+    loss = u_data.mean() - u_chains.mean() + penalty * (u_data.square().mean() + u_chains.square().mean())
+    return loss, u_data, u_chains
+
+
+def update(config: Config, state: TrainingState, gradient: Sequence[Tensor | None]) -> Tensor:
+    """A step of the optimiser and of the weight average along the ``gradient`` of a loss; returns its norm."""
     rate = learning_rate(config, state.iteration) * state.rate_scale
     for group in state.optimiser.param_groups:
         group["lr"] = rate
-    state.optimiser.zero_grad(set_to_none=True)
-    torch.autograd.backward(loss)
+    for weight, slope in zip(trainable(state.network), gradient, strict=True):
+        weight.grad = slope
     grad_norm = nn.utils.clip_grad_norm_(state.network.parameters(), config.clip if config.clip else math.inf)
-    if loss.is_cuda or torch.isfinite(grad_norm):  # on a GPU asking would wait: there the loop finds it and rolls back
+    if grad_norm.is_cuda or torch.isfinite(grad_norm):  # asking a GPU would wait: the loop finds it later
         state.optimiser.step()
     state.iteration += 1
     if config.average:
         # A young average forgets faster, so that it is never dominated by the initial weights.
-        age = state.iteration - config.denoise if state.iteration > config.denoise else state.iteration
+        age = state.iteration - config.warm if state.iteration > config.warm else state.iteration
         decay = min(config.average, (1 + age) / (10 + age))
         names, weights = zip(*state.network.named_parameters(), strict=True)
         average = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]

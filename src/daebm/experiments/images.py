@@ -64,12 +64,12 @@ OURS: dict[str, Any] = (
     | {"ladder": "overlap", "overlap": 0.4, "floor": 0.1417, "last_variance": 0.99}
     | {"batch": 200, "store": 1000, "start": "data", "steps": 3, "bursts": 3, "label_move": "block", "block": 4}
     | {"denoise": 2000, "denoise_rate": 3e-4, "learning_rate": 1e-5, "decay_start": 0.5}
-    | {"iterations": 18_000, "level_rate": 0.5, "gain_rate": 0.1, "average": 0.999}
+    | {"iterations": 18_000, "level_rate": 0.5, "average": 0.999}
     | {"step_size": 0.5, "adapt_every": 10, "checkpoint_every": 1000, "long_run_steps": 2000}
 )
 # The plain EBMs and DRL on the same network, data and rate, with the paper's chains. Not tuned.
 OTHERS: dict[str, Any] = (
-    OURS | {"steps": 40, "bursts": 1, "step_size": 0.005, "adapt_every": 0} | {"level_rate": 0.0, "gain_rate": 0.0}
+    OURS | {"steps": 40, "bursts": 1, "step_size": 0.005, "adapt_every": 0} | {"level_rate": 0.0, "contrast": 0}
 )
 DRL: dict[str, Any] = {"step_size": 0.02}
 QUICK: dict[str, Any] = (

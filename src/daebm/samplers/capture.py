@@ -16,14 +16,18 @@ class Captured:
     What else the function reads (weights, step sizes) is read from where it lay then, so it must be changed in place.
     Its noise comes from ``generator``, whose state every replay moves on as the function itself would: a graph that
     replays the same noise would be a wrong sampler. The recording itself leaves no trace in the generator.
+
+    Results are copies or, without ``copy``, the graph's own memory, which the next call overwrites.
     """
 
-    def __init__(self, function: Callable[..., Any], generator: torch.Generator) -> None:
-        self.function, self.generator = function, generator
+    def __init__(
+        self, function: Callable[..., Any], generator: torch.Generator | None = None, copy: bool = True
+    ) -> None:
+        self.function, self.generator, self.copy = function, generator, copy
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def _record(self, inputs: tuple[Tensor, ...]) -> None:
-        before = self.generator.get_state()
+        before = None if self.generator is None else self.generator.get_state()
         self.inputs = tuple(x.detach().clone() for x in inputs)
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
@@ -32,10 +36,12 @@ class Captured:
                 self.function(*self.inputs)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        graph.register_generator_state(self.generator)
+        if self.generator is not None:
+            graph.register_generator_state(self.generator)
         with torch.cuda.graph(graph):
             self.outputs = self.function(*self.inputs)
-        self.generator.set_state(before)
+        if self.generator is not None and before is not None:
+            self.generator.set_state(before)
         self.graph = graph
 
     def __call__(self, *inputs: Tensor) -> Any:
@@ -45,4 +51,4 @@ class Captured:
         for mine, given in zip(self.inputs, inputs, strict=True):
             mine.copy_(given)
         self.graph.replay()
-        return tree_map(torch.clone, self.outputs)
+        return tree_map(torch.clone, self.outputs) if self.copy else self.outputs

@@ -21,8 +21,9 @@ Energy = Callable[[Tensor, Tensor], Tensor]
 
 
 class LabelInfo(NamedTuple):
-    """The new labels (n,) and how many label energies were not finite, and so were given probability zero."""
+    """Where x is now, the new labels (n,), and how many label energies were not finite: they had probability zero."""
 
+    x: Tensor
     t: Tensor
     nonfinite: Tensor
 
@@ -53,17 +54,36 @@ def at_level(energy: Energy, t: Tensor) -> PlainEnergy:
     return lambda x: energy(x, t)
 
 
-def _gibbs(
-    energy: Energy, x: Tensor, t: Tensor, labels: Tensor, valid: Tensor, generator: torch.Generator | None
-) -> LabelInfo:
-    """Draw t exactly from p(t | x) restricted to the valid ones of ``labels`` (n, b), by the Gumbel-max trick."""
-    u = label_energies(energy, x, labels)
+def carried_energies(energy: Energy, x: Tensor, t: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """x_i carried from level t_i to labels_ij, (n, b, ...), and the energies there in the coordinates that are kept.
+
+    The energy says how by its method ``carried(x, t, labels)``: a bijection between any two levels, and the log of
+    the factor by which it stretches volumes, (n, b).
+    """
+    if not hasattr(energy, "carried"):
+        raise InputError("label_move=carry needs an energy that can carry x between levels: level-mlp or level-resnet")
+    with torch.no_grad():
+        places, log_stretch = energy.carried(x, t, labels)
+        u = energy(places.flatten(0, 1), labels.flatten()).reshape(labels.shape) - log_stretch
+    return places, u
+
+
+def _draw(u: Tensor, valid: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Which of the valid labels (n, b) is drawn with probabilities exp(-u), by the Gumbel-max trick; (n,)."""
     usable = torch.isfinite(u) & valid
     uniform = torch.rand(u.shape, generator=generator, dtype=u.dtype, device=u.device)
     gumbel = -torch.log(-torch.log(uniform.clamp(min=torch.finfo(u.dtype).tiny)))
-    choice = torch.where(usable, gumbel - u, -torch.inf).argmax(1, keepdim=True)
-    drawn = labels.gather(1, choice).squeeze(1)
-    return LabelInfo(torch.where(usable.any(1), drawn, t), (valid & ~torch.isfinite(u)).sum(1))
+    return torch.where(usable, gumbel - u, -torch.inf).argmax(1)
+
+
+def _gibbs(
+    energy: Energy, x: Tensor, t: Tensor, labels: Tensor, valid: Tensor, generator: torch.Generator | None
+) -> LabelInfo:
+    """Draw t exactly from p(t | x) restricted to the valid ones of ``labels`` (n, b)."""
+    u = label_energies(energy, x, labels)
+    usable = torch.isfinite(u) & valid
+    drawn = labels.gather(1, _draw(u, valid, generator).unsqueeze(1)).squeeze(1)
+    return LabelInfo(x, torch.where(usable.any(1), drawn, t), (valid & ~torch.isfinite(u)).sum(1))
 
 
 def full(top: int) -> LabelMove:
@@ -86,11 +106,39 @@ def block(top: int, size: int) -> LabelMove:
         raise InputError(f"a label block needs at least 2 labels, got {size}")
 
     def move(energy: Energy, x: Tensor, t: Tensor, generator: torch.Generator | None) -> LabelInfo:
-        offset = torch.randint(size, t.shape, generator=generator, device=t.device)
-        first = (t + offset) // size * size - offset
-        labels = first.unsqueeze(1) + torch.arange(size, device=t.device)
-        valid = (labels >= 0) & (labels <= top)
-        return _gibbs(energy, x, t, labels.clamp(0, top), valid, generator)
+        labels, valid = _around(t, top, size, generator)
+        return _gibbs(energy, x, t, labels, valid, generator)
+
+    return move
+
+
+def _around(t: Tensor, top: int, size: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+    """The labels (n, size) of the block around each t, and which of them there are."""
+    offset = torch.randint(size, t.shape, generator=generator, device=t.device)
+    first = (t + offset) // size * size - offset
+    labels = first.unsqueeze(1) + torch.arange(size, device=t.device)
+    return labels.clamp(0, top), (labels >= 0) & (labels <= top)
+
+
+def carry(top: int, size: int) -> LabelMove:
+    """A block draw that takes x along: t given the whitened coordinates of x, and not given x itself.
+
+    With x fixed a label can move only as far as the noise in x leaves its variance open, some percent in hundreds of
+    dimensions. An energy that carries x to another level shrinks or stretches that noise with it. Exact, for it is a
+    Gibbs draw in the coordinates (y, t) with x = x_t(y), whose density is exp(-U(x_t(y), t)) |dx_t / dy|.
+    """
+    block(top, size)  # the same demand on the size
+
+    def move(energy: Energy, x: Tensor, t: Tensor, generator: torch.Generator | None) -> LabelInfo:
+        labels, valid = _around(t, top, size, generator)
+        places, u = carried_energies(energy, x, t, labels)
+        chosen = _draw(u, valid, generator)
+        rows = torch.arange(len(t), device=t.device)
+        drawn = torch.where((torch.isfinite(u) & valid).any(1), labels[rows, chosen], t)
+        # Who stays is left untouched: there and back again is not bit for bit the same.
+        stays = (drawn == t).reshape(-1, *[1] * (x.ndim - 1))
+        new = torch.where(stays, x, places[rows, chosen])
+        return LabelInfo(new, drawn, (valid & ~torch.isfinite(u)).sum(1))
 
     return move
 
@@ -110,22 +158,29 @@ def local(top: int) -> LabelMove:
         log_u = langevin.log_uniform(len(t), u, generator)
         log_r = u[:, 0] - u[:, 1]
         accept = inside & torch.isfinite(log_r) & (log_u < log_r)
-        return LabelInfo(torch.where(accept, proposal, t), (~torch.isfinite(u)).sum(1))
+        return LabelInfo(x, torch.where(accept, proposal, t), (~torch.isfinite(u)).sum(1))
 
     return move
 
 
+def stay(energy: Energy, x: Tensor, t: Tensor, generator: torch.Generator | None) -> LabelInfo:
+    """No move at all, for steps at fixed levels."""
+    return LabelInfo(x, t, torch.zeros_like(t))
+
+
 def label_move(name: str, top: int, size: int) -> LabelMove:
-    """The label move called ``full``, ``block`` (of ``size`` labels) or ``local``."""
+    """The label move called ``full``, ``block`` or ``carry`` (of ``size`` labels), or ``local``."""
     if name == "block" and size > top:
         name = "full"  # a global jump contains every block and costs no more
     if name == "full":
         return full(top)
     if name == "block":
         return block(top, size)
+    if name == "carry":
+        return carry(top, size)
     if name == "local":
         return local(top)
-    raise InputError(f"unknown label move {name!r}: choose full, block or local")
+    raise InputError(f"unknown label move {name!r}: choose full, block, local or carry")
 
 
 class TransitionInfo(NamedTuple):
@@ -159,7 +214,7 @@ def transition(
     state = langevin.init(here, x, compile)
     state, info = langevin.take_steps(kernel, here, state, sigma[t].to(x.dtype), steps, generator, compile)
     label = move(energy, state.x, t, generator)
-    return state.x, label.t, TransitionInfo(t, Info(info.accept_prob / steps, info.nonfinite), label.nonfinite)
+    return label.x, label.t, TransitionInfo(t, Info(info.accept_prob / steps, info.nonfinite), label.nonfinite)
 
 
 def _check(sigma: Tensor, t: Tensor, steps: int) -> None:
