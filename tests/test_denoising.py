@@ -15,7 +15,7 @@ from daebm.levels import balance_levels, settle
 from daebm.resnet import LevelResNet
 from daebm.samplers.mgms import Energy
 from daebm.spacing import neighbour_acceptance
-from daebm.training import Setup, begin, denoise, learning_rate, step
+from daebm.training import Setup, advance, begin, contrast, denoise, learning_rate, step
 
 EVENT, D = (1, 4, 4), 16
 FACTOR = torch.randn(D, D, generator=torch.Generator().manual_seed(0)) / math.sqrt(D)
@@ -416,9 +416,6 @@ def test_one_level_or_few_data_have_no_pairs(changes: dict[str, Any]) -> None:
         assert any(not torch.equal(value, before[key]) for key, value in weights(it).items())
 
 
-# Gains.
-
-
 # The switch.
 
 
@@ -445,28 +442,71 @@ def test_milestones_are_shares_of_what_follows_the_switch() -> None:
 
 @pytest.mark.parametrize("denoise_iterations", [12, 13, 10_000])
 def test_a_warm_start_without_end_is_refused(denoise_iterations: int) -> None:
-    with pytest.raises(InputError, match=f"denoise must be less than iterations, got {denoise_iterations}$"):
-        config(denoise=denoise_iterations)
-    assert config(denoise=11).denoise == 11
+    for changes in ({"denoise": denoise_iterations}, {"denoise": 4, "contrast": denoise_iterations - 4}):
+        with pytest.raises(InputError, match=r"iterations must be more than denoise and contrast together, got 12$"):
+            config(**changes)
+    assert config(denoise=11).warm == config(denoise=4, contrast=7).warm == 11
 
 
-def test_the_switch_resets_optimiser_and_average_and_moves_no_chain() -> None:
-    it = setup()
+def test_contrast_is_for_chains_with_levels() -> None:
+    with pytest.raises(InputError, match="contrast is a warm start of method da: persistent has chains of its own"):
+        config(method="persistent", contrast=2)
+
+
+@pytest.mark.parametrize(("first", "second"), [(5, 0), (3, 2), (0, 5)])
+def test_a_switch_resets_optimiser_and_average_and_moves_no_chain(first: int, second: int) -> None:
+    it = setup(denoise=first, contrast=second, contrast_steps=2, beta1=0.5)
     state = it.state
     chains, balanced_before = state.chains.x.clone(), state.network.constant.detach().clone()
     for k in range(5):
-        assert state.iteration == k
-        denoise(it)
+        assert state.iteration == k and state.optimiser.defaults["betas"][0] == 0.9
+        advance(it)
         assert torch.equal(state.chains.x, chains)
-        # Momentum for the weights that denoising moves, until the switch.
-        assert bool(state.optimiser.state) == (k < 4)
-    assert not torch.equal(state.network.constant, balanced_before)
+        # Momentum for the weights that move, until a switch.
+        assert bool(state.optimiser.state) == (state.iteration not in (first, 5))
+    assert state.optimiser.defaults["betas"][0] == 0.5
+    assert not torch.allclose(state.network.constant, balanced_before, atol=1e-3)
     weights = dict(state.network.named_parameters())
     assert state.average.keys() == weights.keys()
     assert all(torch.equal(value, weights[key]) for key, value in state.average.items())
-    step(it)
+    advance(it)
     assert state.optimiser.state and not torch.equal(state.chains.x, chains)
     assert any(not torch.equal(value, weights[key]) for key, value in state.average.items())
+
+
+def test_contrast_fills_a_hole_beside_the_data() -> None:
+    """All of the energy is too low half a unit of brightness away, and chains fall there; after 60 iterations, half as
+    deep or less."""
+    it = setup(denoise=0, contrast=60, iterations=61, contrast_steps=20, contrast_rate=0.01, batch=64, store=64)
+    network = it.state.network
+    with torch.no_grad():
+        network.base.centre += torch.full((1, D), 0.5) @ network.base.axes  # the Gaussian is in the wrong place
+
+    def fall() -> float:
+        generator = torch.Generator().manual_seed(3)
+        t = torch.arange(200) % it.ladder.levels
+        x = it.ladder.diffuse(it.data[:200], t, generator)
+        with torch.no_grad():
+            y, _t, _info = it.engine.stay(x, t, it.state.steps.sigma)
+            return float((network(x, t) - network(y, t)).mean())
+
+    before = fall()
+    for _ in range(60):
+        contrast(it)
+    assert before > 1 and fall() < before / 2
+
+
+def test_contrast_starts_at_the_batch_and_stays_at_its_levels(monkeypatch: pytest.MonkeyPatch) -> None:
+    it, seen = setup(denoise=0, contrast=5, contrast_steps=3, level_rate=0.1), []
+    stay, likelihood = it.engine.stay, it.engine.likelihood
+    monkeypatch.setattr(it.engine, "stay", lambda *given: seen.append((given, stay(*given))) or seen[-1][1])
+    monkeypatch.setattr(it.engine, "likelihood", lambda *given: seen.append(given) or likelihood(*given))
+    measures = contrast(it)
+    ((x, t, sigma), (y, t_after, _info)), (x_data, t_data, x_chains, t_chains) = seen
+    assert sigma is it.state.steps.sigma and torch.equal(t_after, t) and torch.equal(t_data, t)
+    assert x_data is x and x_chains is y and torch.equal(t_chains, t) and not torch.equal(x, y)
+    assert torch.isfinite(measures).all() and 0 < float(measures[3]) <= 1
+    assert int(it.state.steps.count.sum()) == len(t)
 
 
 def test_denoising_finds_the_slope_of_data_that_are_not_gaussian() -> None:

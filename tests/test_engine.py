@@ -272,16 +272,18 @@ def ended(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def warm_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Path]:
-    """A whole run in which everything happens: 6 iterations of denoising, 8 of likelihood."""
+    """A whole run in which everything happens: 4 iterations of denoising, 5 of contrast, 5 of likelihood."""
     it = config(
         iterations=14,
-        denoise=6,
+        denoise=4,
+        contrast=5,
+        contrast_steps=2,
         checkpoint_every=3,
         average=0.9,
         beta1=0.5,
         level_rate=0.1,
         dequantise=True,
-        label_move="block",
+        label_move="carry",
         block=3,
     )
     folder = tmp_path_factory.mktemp("whole")
@@ -291,8 +293,8 @@ def warm_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Path]:
 
 @pytest.mark.parametrize(
     ("last", "saved"),
-    [(5, 3), (6, 3), (7, 6), (11, 9)],
-    ids=["inside", "in the last iteration of denoising", "at its end", "after it"],
+    [(5, 3), (7, 6), (9, 6), (10, 9), (13, 12)],
+    ids=["inside the first", "inside the second", "in its last iteration", "at its end", "after it"],
 )
 def test_a_warm_start_resumes_bit_for_bit(warm_run: tuple[Config, Path], tmp_path: Path, last: int, saved: int) -> None:
     it, whole = warm_run

@@ -2,7 +2,8 @@
 
 Weights, labels, step sizes, data order and generator are kept as they are. Coarser: averaged weights and chains in
 half precision, Adam's second moments in 8 bits on a log scale. Dropped: first moments where beta1 is 0, for they
-have no memory then, and chains that do not fit. So a run goes on from here, but not bit for bit.
+have no memory then (those of the warm starts build up again), and chains that do not fit. So a run goes on from here,
+but not bit for bit.
 """
 
 from __future__ import annotations
