@@ -143,18 +143,32 @@ def doubling(x: Tensor, t: Tensor) -> Tensor:
     return x.square().sum(1) / (2 * v) + v.log()
 
 
-def ordering(energy: Energy, swapped: bool = False) -> Tensor:
+def ordering(energy: Energy, swapped: bool = False, apart: int = 1) -> Tensor:
     """The loss of each of 100 batches of pairs; the same draws in every call. Has the gradient of the energy."""
     generator = torch.Generator().manual_seed(10)
     found = []
     for _ in range(BATCHES):
-        t = torch.randint(4, (PAIRS,), generator=generator)
+        t = torch.randint(5 - apart, (PAIRS,), generator=generator)
         x, y = (
             DOUBLING[k].sqrt().unsqueeze(1) * torch.randn(PAIRS, 2, generator=generator, dtype=torch.float64)
-            for k in (t, t + 1)
+            for k in (t, t + apart)
         )
-        found.append(ordering_loss(energy, *((y, x) if swapped else (x, y)), t))
+        found.append(ordering_loss(energy, *((y, x) if swapped else (x, y)), t, t + apart, hasattr(energy, "carried")))
     return torch.stack(found)
+
+
+class Carried:
+    """The exact energies, or others, with a map between levels that makes up for half of the change of scale."""
+
+    def __init__(self, energy: Energy = doubling, stretched: bool = True) -> None:
+        self.energy, self.stretched = energy, stretched
+
+    def __call__(self, x: Tensor, t: Tensor) -> Tensor:
+        return self.energy(x, t)
+
+    def carried(self, x: Tensor, t: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        factor = (DOUBLING[labels] / DOUBLING[t].unsqueeze(1)) ** 0.25
+        return factor.unsqueeze(2) * x.unsqueeze(1), 2 * factor.log() * self.stretched
 
 
 def standard_errors(values: Tensor) -> float:
@@ -183,6 +197,28 @@ ORDERING_FAULTS: dict[str, Any] = {
     "level before": lambda: ordering(lambda x, t: doubling(x, (t - 1).clamp(min=0))),
     "blind": lambda: ordering(lambda x, t: doubling(x, torch.zeros_like(t))),
 }
+
+
+CARRYING_FAULTS: dict[str, Any] = {
+    "scaled": Carried(lambda x, t: 1.5 * doubling(x, t)),
+    "sign flipped": Carried(lambda x, t: -doubling(x, t)),
+    "volume forgotten": Carried(stretched=False),
+    "blind": Carried(lambda x, t: doubling(x, torch.zeros_like(t))),
+}
+
+
+@pytest.mark.parametrize("fault", CARRYING_FAULTS)
+def test_points_that_are_carried_two_levels_are_put_in_order(fault: str) -> None:
+    """The exact energies are the best ones whatever the map is, as long as its volume is counted.
+
+    Two levels apart the density ratio is as steep as one level apart with x fixed, for the map does half of the way.
+    """
+    exact = ordering(Carried(), apart=2)
+    if fault == "volume forgotten":  # twice the same number, with opposite signs: it cancels as masses do
+        torch.testing.assert_close(ordering(CARRYING_FAULTS[fault], apart=2), exact)
+    else:
+        assert standard_errors(ordering(CARRYING_FAULTS[fault], apart=2) - exact) > 5
+    assert standard_errors(ordering(Carried(), apart=2) - ordering(doubling, apart=2)) > 5  # less is given away
 
 
 @pytest.mark.parametrize("fault", ORDERING_FAULTS)
@@ -373,8 +409,9 @@ def test_what_is_learned_without_chains(monkeypatch: pytest.MonkeyPatch) -> None
         seen["denoising"] = x, t, eps, sd
         return torch.tensor(3.0)
 
-    def ordered(energy: Energy, x: Tensor, y: Tensor, t: Tensor) -> Tensor:
+    def ordered(energy: Energy, x: Tensor, y: Tensor, t: Tensor, above: Tensor) -> Tensor:
         seen["ordering"] = x, y, t
+        assert torch.equal(above, t + 1)
         assert energy is it.state.network
         return torch.tensor(5.0)
 

@@ -285,6 +285,7 @@ def warm_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Path]:
         dequantise=True,
         label_move="carry",
         block=3,
+        order=1.0,
     )
     folder = tmp_path_factory.mktemp("whole")
     train(it, DATA, folder)
@@ -311,6 +312,29 @@ def test_a_warm_start_resumes_bit_for_bit(warm_run: tuple[Config, Path], tmp_pat
     assert facts == expected_facts and tensors.keys() == expected.keys()
     for key, value in expected.items():
         assert torch.equal(tensors[key], value), key
+
+
+# The order of the levels beside the likelihood.
+
+
+def test_the_order_of_the_batch_is_part_of_the_loss() -> None:
+    """In nats, with its weight; drawn from the batch itself, so that nothing else of the iteration changes."""
+    losses = []
+    for weight in (0.0, 0.5, 2.0):
+        setup = begin(config(level_rate=0.1, order=weight, iterations=2), DATA)
+        losses.append(step(setup)[:2])
+    (plain, gap), (half, gap_half), (double, gap_double) = losses
+    assert float(plain) == float(gap) == float(gap_half) == float(gap_double)
+    # The model begins as a Gaussian, which carried data fit at every level alike: it can only guess, at log 2.
+    assert float(half - plain) == pytest.approx(0.5 * math.log(2), abs=1e-3)
+    assert float(double - plain) == pytest.approx(2 * math.log(2), abs=1e-3)
+
+
+@pytest.mark.parametrize("wanted", [{"order": 1.0}, {"label_move": "carry"}], ids=str)
+@pytest.mark.parametrize("changes", [{"network": "resnet"}, {"method": "drl"}], ids=str)
+def test_what_carries_x_needs_a_network_that_can(wanted: dict[str, Any], changes: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match="needs method=da and network=level-mlp or level-resnet"):
+        config(**(wanted | changes))
 
 
 # Levels of equal mass.

@@ -67,6 +67,7 @@ class Config:
     clip: float = 0.0  # largest gradient norm; 0 is off
     energy_penalty: float = 0.0  # weight of mean U^2 over data and chains
     level_rate: float = 0.0  # share of unequal level masses made up for at an adaptation; data then take chains' levels
+    order: float = 0.0  # weight, beside the gap, of telling the levels of data when x is carried between them (nats)
     average: float = 0.0  # decay of the exponential weight average that the final model uses; 0 is off
 
     # Chains
@@ -133,7 +134,7 @@ class Config:
             "seed",
         ):
             _require(self, name, getattr(self, name) >= 0, "0 or more")
-        for name in ("floor", "clip", "energy_penalty", "level_rate"):
+        for name in ("floor", "clip", "energy_penalty", "level_rate", "order"):
             _require(self, name, getattr(self, name) >= 0, "0 or more")
         for name in ("learning_rate", "denoise_rate", "contrast_rate", "first_sd"):
             _require(self, name, getattr(self, name) > 0, "positive")
@@ -144,8 +145,11 @@ class Config:
         _require(self, "level_rate", self.level_rate <= 1, "at most 1")
         if self.level_rate and not self.adapt_every:
             raise InputError("level_rate balances the levels whenever step sizes adapt: adapt_every must not be 0")
-        if self.label_move == "carry" and not self.network.startswith("level-"):
-            raise InputError("label_move=carry needs network=level-mlp or level-resnet, which carry x between levels")
+        for wanted in ("label_move=carry",) * (self.label_move == "carry") + ("order",) * (self.order > 0):
+            if not (self.method == "da" and self.network.startswith("level-")):
+                raise InputError(
+                    f"{wanted} needs method=da and network=level-mlp or level-resnet: they carry x between levels"
+                )
         _require(self, "overlap", 0 < self.overlap < 1, "between 0 and 1")
         _require(self, "seed", self.seed < 2**62, "below 2**62")
         _require(self, "block", self.block >= 2, "at least 2")

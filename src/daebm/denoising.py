@@ -26,21 +26,44 @@ def denoising_loss(network: Energy, x: Tensor, t: Tensor, eps: Tensor, sd: Tenso
     return (sd * slope - eps).square().mean()
 
 
-def ordering_loss(energy: Energy, x: Tensor, y: Tensor, t: Tensor) -> Tensor:
-    """-log of the model's probability that x, and not y, is the one at level t when the other is at t + 1.
+class Pairs(NamedTuple):
+    """Independent diffused data: ``low`` at levels ``below``, ``high`` at levels ``above``."""
 
-    For x at t and y at t + 1 of independent data. Least where U(., t + 1) - U(., t) is the true log ratio of the two
-    densities up to a constant: the scores say how the energy changes with x, this says how it changes with t. The
-    masses of the levels cancel.
+    low: Tensor
+    high: Tensor
+    below: Tensor
+    above: Tensor
+
+
+def draw_pairs(ladder: Ladder, z: Tensor, other: Tensor, generator: torch.Generator, span: int) -> Pairs:
+    """Standardised data, as many of one as of the other, at random levels at most ``span`` apart."""
+    below = torch.randint(max(ladder.top, 1), (len(z),), generator=generator, device=z.device)
+    above = below + 1
+    if span > 1:
+        apart = torch.randint(1, span + 1, (len(z),), generator=generator, device=z.device)
+        above = (below + apart).clamp(max=ladder.top)
+    return Pairs(ladder.diffuse(z, below, generator), ladder.diffuse(other, above, generator), below, above)
+
+
+def ordering_loss(energy: Energy, x: Tensor, y: Tensor, below: Tensor, above: Tensor, carry: bool = False) -> Tensor:
+    """-log of the model's probability that x, and not y, is the one at the lower of two levels.
+
+    Least where the model's log ratio of the two levels' densities is the true one up to a constant: the scores say how
+    the energy changes with x, this says how it changes with t, for each image. The masses of the levels cancel. With
+    x fixed the noise gives the answer away as soon as levels are not neighbours. With ``carry`` its variance goes
+    with the level, as in the label move of that name, and the rest of the image has to tell.
     """
-    both = torch.cat([x, x, y, y])
-    right_x, wrong_x, wrong_y, right_y = energy(both, torch.cat([t, t + 1, t, t + 1])).chunk(4)
-    return F.softplus(right_x + right_y - wrong_x - wrong_y).mean()
+    points, own, other = torch.cat([x, y]), torch.cat([below, above]), torch.cat([above, below])
+    moved, stretch = points, points.new_zeros(())
+    if carry:
+        moved, stretch = (part.squeeze(1) for part in energy.carried(points, own, other.unsqueeze(1)))  # type: ignore[attr-defined]
+    right, wrong = energy(torch.cat([points, moved]), torch.cat([own, other])).chunk(2)
+    of_x, of_y = (right - wrong + stretch).chunk(2)
+    return F.softplus(of_x + of_y).mean()
 
 
 class Noisy(NamedTuple):
-    """What the warm start learns from: x = noised data at levels t with their noise eps and its sd, and pairs of
-    independent images of which ``low`` is at level ``edge`` and ``high`` one above."""
+    """What denoising learns from: noised data x at levels t, their noise eps and its sd, and the parts of `Pairs`."""
 
     x: Tensor
     t: Tensor
@@ -48,19 +71,17 @@ class Noisy(NamedTuple):
     sd: Tensor
     low: Tensor
     high: Tensor
-    edge: Tensor
+    below: Tensor
+    above: Tensor
 
 
 def draw_noisy(ladder: Ladder, z: Tensor, generator: torch.Generator) -> Noisy:
-    """Standardised data z at random levels; a quarter as many pairs."""
+    """Standardised data z at random levels; a quarter as many pairs, one level apart."""
     t = torch.randint(ladder.levels, (len(z),), generator=generator, device=z.device)
     eps = torch.randn(z.shape, generator=generator, device=z.device)
     x, sd = ladder.noised(z, t, eps), per_chain(ladder.variance.sqrt(), t, z)
     pairs = len(z) // 4 if ladder.top else 0
-    edge = torch.randint(max(ladder.top, 1), (pairs,), generator=generator, device=z.device)
-    low = ladder.diffuse(z[:pairs], edge, generator)
-    high = ladder.diffuse(z[pairs : 2 * pairs], edge + 1, generator) if pairs else low
-    return Noisy(x, t, eps, sd, low, high, edge)
+    return Noisy(x, t, eps, sd, *draw_pairs(ladder, z[:pairs], z[pairs : 2 * pairs], generator, span=1))
 
 
 def chainless_loss(score: Callable[..., Tensor], energy: Energy, *given: Tensor) -> Tensor:
@@ -71,6 +92,7 @@ def chainless_loss(score: Callable[..., Tensor], energy: Energy, *given: Tensor)
     """
     noisy = Noisy(*given)
     loss = score(noisy.x, noisy.t, noisy.eps, noisy.sd) / 2
-    if len(noisy.edge):
-        loss = loss + ordering_loss(energy, noisy.low, noisy.high, noisy.edge) / noisy.x[0].numel()
+    if len(noisy.below):
+        order = ordering_loss(energy, noisy.low, noisy.high, noisy.below, noisy.above)
+        loss = loss + order / noisy.x[0].numel()
     return loss

@@ -84,7 +84,7 @@ class Engine:
         self.transitions: dict[Kernel, Transition] = {}
         self.at_levels: Transition | None = None
         energy, score = self._compile(self.network), self._compile(partial(denoising_loss, self.network))
-        self.likelihood = self._gradient(partial(likelihood_loss, energy, self.config.energy_penalty))
+        self.likelihood = self._gradient(partial(likelihood_loss, energy, self.config))
         self.chainless = self._gradient(lambda *noisy: (chainless_loss(score, energy, *noisy),))
 
     def use(self, precision: str) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from daebm import engine
 from daebm.config import Config
 from daebm.data import Dataset, check_finite
-from daebm.denoising import draw_noisy
+from daebm.denoising import draw_noisy, draw_pairs
 from daebm.engine import Engine
 from daebm.errors import DivergenceError, InputError
 from daebm.guard import MEASURES, MetricsLog, bad_weights, trouble
@@ -28,6 +28,7 @@ from daebm.state import Saved, TrainingState, build_ladder, optimiser, start
 from daebm.updates import learning_rate, update
 
 OVERLAP_SEED = 30_000_001  # a stream of its own: a check must not share noise with the chains
+SPAN = 8  # levels: so far apart, at most, are two images whose order is to be told, as a label of a block may jump
 ROLLBACK_RATE_FACTOR = 0.5  # the learning rate after a roll-back, relative to before
 
 
@@ -236,7 +237,8 @@ def step(setup: Setup) -> Tensor:
         x_data = ladder.noised(z, t_data, eps)
 
     # Update (line 7).
-    (loss, u_data, u_chains), gradient = setup.engine.likelihood(x_data, t_data, negatives.x, negatives.t)
+    given = (x_data, t_data, negatives.x, negatives.t, *_pairs(setup, z))
+    (loss, u_data, u_chains), gradient = setup.engine.likelihood(*given)
     gap = u_data.mean() - u_chains.mean()
     grad_norm = update(config, state, gradient)
     if config.adapt_every and state.iteration % config.adapt_every == 0:
@@ -270,11 +272,18 @@ def contrast(setup: Setup) -> Tensor:
         y, _t, info = setup.engine.stay(x, t, state.steps.sigma)
     state.steps.record(t, info.steps.accept_prob)
     state.nonfinite += info.steps.nonfinite.sum().long()
-    (loss, u_data, u_chains), gradient = setup.engine.likelihood(x, t, y, t)
+    (loss, u_data, u_chains), gradient = setup.engine.likelihood(x, t, y, t, *_pairs(setup, z))
     grad_norm = update(config, state, gradient)
     if config.adapt_every and state.iteration % config.adapt_every == 0:
         state.steps.adapt()
     return torch.stack([loss, u_data.mean() - u_chains.mean(), grad_norm, info.steps.accept_prob.mean()])
+
+
+def _pairs(setup: Setup, z: Tensor) -> tuple[Tensor, ...]:
+    """With ``order``: data whose levels are to be told, every point of the batch once as the lower and once as not."""
+    if not setup.config.order:
+        return ()
+    return draw_pairs(setup.ladder, z, z.roll(1, 0), setup.state.generator, SPAN)
 
 
 def _metrics(config: Config, state: TrainingState, measures: list[float]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from daebm.config import Config
+from daebm.denoising import ordering_loss
 from daebm.samplers.mgms import Energy
 from daebm.state import TrainingState
 
@@ -36,11 +37,15 @@ def trainable(network: nn.Module) -> list[nn.Parameter]:
 
 
 def likelihood_loss(
-    energy: Energy, penalty: float, x_data: Tensor, t_data: Tensor, x_chains: Tensor, t_chains: Tensor
+    energy: Energy, config: Config, x_data: Tensor, t_data: Tensor, x_chains: Tensor, t_chains: Tensor, *pairs: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """mean U(data) - mean U(chains), with a small penalty on the size of both; and U of data and chains."""
+    """mean U(data) - mean U(chains) and U of both; with a small penalty on its size, and the order of `Pairs`."""
     u_data, u_chains = energy(x_data, t_data), energy(x_chains, t_chains)
-    loss = u_data.mean() - u_chains.mean() + penalty * (u_data.square().mean() + u_chains.square().mean())
+    size = u_data.square().mean() + u_chains.square().mean()
+    loss = u_data.mean() - u_chains.mean() + config.energy_penalty * size
+    if pairs:
+        low, high, below, above = pairs
+        loss = loss + config.order * ordering_loss(energy, low, high, below, above, carry=True)
     return loss, u_data, u_chains
 
 
