@@ -337,6 +337,33 @@ def test_what_carries_x_needs_a_network_that_can(wanted: dict[str, Any], changes
         config(**(wanted | changes))
 
 
+@pytest.mark.long
+def test_the_recipe_of_the_images_in_miniature() -> None:
+    """Denoising, contrast, then persistent chains whose labels carry x, on digits: nothing diverges, the levels keep
+    their chains and data and chains stay together.
+
+    When this was written the gap was .2 nats over the last 100 iterations, with a standard error of .2 (images differ
+    by 10 nats, 1,000 chains), and fifths of the ladder held .6 to 1.5 of their share."""
+    it = config(
+        **{"width": 16, "ladder": "overlap", "overlap": 0.4, "last_variance": 0.99, "batch": 100, "store": 1000},
+        **{"steps": 3, "bursts": 3, "label_move": "carry", "block": 8, "order": 1.0, "level_rate": 0.3},
+        **{"denoise": 600, "denoise_rate": 4e-3, "contrast": 200, "contrast_rate": 1e-3, "contrast_steps": 20},
+        **{"iterations": 1200, "learning_rate": 1e-5, "average": 0.99, "adapt_every": 10, "step_size": 0.5},
+    )
+    setup = begin(it, DATA)
+    measures = torch.stack([training.advance(setup) for _ in range(it.iterations)])
+    chains, levels = setup.state.chains, setup.ladder.levels
+    assert torch.isfinite(measures).all() and int(setup.state.nonfinite) == 0
+    assert abs(float(measures[-100:, 1].mean())) < 1.5
+    shares = (
+        torch.bincount(chains.t * 5 // levels, minlength=5)
+        / len(chains)
+        / (torch.bincount(torch.arange(levels) * 5 // levels) / levels)
+    )
+    assert float(shares.min()) > 0.4 and float(shares.max()) < 2.5
+    assert int(chains.trips.sum()) > 0
+
+
 # Levels of equal mass.
 
 

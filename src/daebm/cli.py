@@ -142,7 +142,7 @@ class Show:
         for name in (f.name for f in dataclasses.fields(config)):
             value = getattr(config, name)
             print(f"  {name:<18} {value if isinstance(value, str) else json.dumps(value)}")
-        gradients = config.iterations * config.gradients_per_iteration * config.batch
+        gradients = config.gradients(config.iterations)
         try:
             engine.check(config)
         except InputError as error:  # the settings can be read all the same

@@ -191,6 +191,14 @@ class Config:
         bursts = self.bursts if self.method == "da" else 1
         return bursts * (self.steps + 1)
 
+    def gradients(self, iteration: int) -> int:
+        """Energy gradients up to an iteration; denoising takes one for each point, if a costly one."""
+        denoising = min(iteration, self.denoise)
+        contrast = min(iteration - denoising, self.contrast)
+        after = iteration - denoising - contrast
+        each = denoising + contrast * (self.contrast_steps + 1) + after * self.gradients_per_iteration
+        return each * self.batch
+
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 

@@ -159,8 +159,8 @@ def matched_iterations(config: Config, reference: Config) -> Config:
     """``config`` with as many iterations as spend the gradient evaluations of ``reference``, chains counted."""
     if config == reference:
         return config
-    total = reference.iterations * reference.gradients_per_iteration * reference.batch
-    iterations = max(1, round(total / (config.gradients_per_iteration * config.batch)))
+    left = reference.gradients(reference.iterations) - config.gradients(config.warm)
+    iterations = config.warm + max(1, round(left / (config.gradients_per_iteration * config.batch)))
     every = max(1, iterations // 20)
     return dataclasses.replace(
         config,
@@ -203,7 +203,7 @@ def _training_facts(config: Config, state: Any) -> Summary:
     levels = len(state.steps.sigma)
     facts: Summary = {
         "iterations": state.iteration,
-        "training_gradients": state.iteration * config.gradients_per_iteration * config.batch,
+        "training_gradients": config.gradients(state.iteration),
         "train_seconds": round(state.seconds, 1),
         "rollbacks": state.rollbacks,
         "learning_rate_scale": state.rate_scale,
