@@ -34,7 +34,8 @@ KEYS = (
 KEYS_OF_LEVELS = (
     "label_share_by_level acceptance_by_level mean_difference_by_level variance_ratio_by_level energy_gap_by_level "
     "energy_gap_se_by_level label_share_range acceptance_range mean_difference_range variance_ratio_range "
-    "energy_gap_range neighbour_acceptance neighbour_acceptance_minimum steps_at_bound step_sizes "
+    "energy_gap_range own_image_gap_by_level own_image_gap_range own_image_gap_se_by_level neighbour_acceptance "
+    "neighbour_acceptance_minimum steps_at_bound step_sizes "
     "round_trips_per_chain round_trips_median round_trips_per_1000_transitions annealed_gradients_per_sample"
 )
 
@@ -147,6 +148,8 @@ def test_measures_of_an_exact_model_are_the_truth() -> None:
     summary, arrays = images.evaluate(trained)
     gap, se = (np.array(summary[f"energy_gap{kind}_by_level"]) for kind in ("", "_se"))
     assert (np.abs(gap) < 5 * se).all() and (se > 0).all() and se.max() < 2
+    own, own_se = (np.array(summary[f"own_image_gap{kind}_by_level"]) for kind in ("", "_se"))
+    assert (np.abs(own) < 5 * own_se).all() and (own_se > 0).all() and own_se.max() < 2
     np.testing.assert_allclose(summary["variance_ratio_by_level"], 1, atol=0.1)
     assert max(summary["mean_difference_by_level"]) < 0.1
     np.testing.assert_allclose(summary["label_share_by_level"], 1, atol=0.4)
@@ -175,6 +178,9 @@ def test_measures_see_a_wrong_model() -> None:
     measured = images.level_measures(trained, walked)
     np.testing.assert_allclose(measured["variance_ratio_by_level"], 0.5, atol=0.08)
     np.testing.assert_allclose(measured["energy_gap_by_level"], 32, atol=5)  # the error of each is about 0.9
+    own = images.own_image_gap(trained)  # from the images; steps relax most of it within 30 transitions
+    known = ~np.isnan(own["own_image_gap_by_level"])
+    assert known.sum() > ladder.levels / 2 and min(np.array(own["own_image_gap_by_level"])[known]) > 16
 
 
 def test_no_sample_at_level_0_is_said() -> None:

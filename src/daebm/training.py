@@ -270,7 +270,8 @@ def contrast(setup: Setup) -> Tensor:
     x = ladder.diffuse(z, t, generator)
     with torch.no_grad():
         y, _t, info = setup.engine.stay(x, t, state.steps.sigma)
-    state.steps.record(t, info.steps.accept_prob)
+    if config.kernel == "mala":
+        state.steps.record(t, info.steps.accept_prob)
     state.nonfinite += info.steps.nonfinite.sum().long()
     (loss, u_data, u_chains), gradient = setup.engine.likelihood(x, t, y, t, *_pairs(setup, z))
     grad_norm = update(config, state, gradient)

@@ -90,13 +90,18 @@ def _level_figure(summary: Summary, arrays: Arrays) -> Figure:
         ("neighbour_acceptance", "acceptance of t <-> t + 1", None),
         ("mean_difference_by_level", "|mean - held-out| / held-out sd", 0),
         ("variance_ratio_by_level", "pixel variance / held-out", 1),
-        ("energy_gap_by_level", "mean U(held-out) - mean U(chains), 2 se", 0),
+        ("energy_gap_by_level", "U(held-out) - U(chains), 2 se; against own image", 0),
     )
     axes = figure.subplots(2, 4).flat
     for axis, (key, title, truth) in zip(axes, panels, strict=False):
         values = np.array(summary[key], dtype=float)
-        bars = 2 * np.array(summary["energy_gap_se_by_level"], dtype=float) if key.startswith("energy_gap") else None
-        axis.errorbar(np.arange(len(values)), values, bars, marker=".", linewidth=0.8, elinewidth=0.8)
+        lines: list[tuple[Floats, Floats | None]] = [(values, None)]
+        if key.startswith("energy_gap"):
+            own = np.array(summary["own_image_gap_by_level"], dtype=float)
+            errors = (np.array(summary[f"{kind}_gap_se_by_level"], dtype=float) for kind in ("energy", "own_image"))
+            lines = [(line, 2 * error) for line, error in zip((values, own), errors, strict=True)]
+        for line, bars in lines:
+            axis.errorbar(np.arange(len(line)), line, bars, marker=".", linewidth=0.8, elinewidth=0.8)
         axis.set_title(title, fontsize=9)
         if truth is not None:
             axis.axhline(truth, color="0.6", linewidth=0.8)

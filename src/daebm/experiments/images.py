@@ -183,16 +183,14 @@ def level_measures(trained: Trained, walked: Walk) -> Summary:
     rows = []
     for level, (abar, noise) in enumerate(zip(ladder.abar.tolist(), ladder.variance.tolist(), strict=True)):
         own = t == level
-        names, index = torch.unique(chain[own], return_inverse=True)
-        if len(names) < 2:
+        if len(torch.unique(chain[own])) < 2:
             rows.append((math.nan,) * 4)
             continue
         x, u = walked.x[own.to(walked.x.device)], u_chains[own]
         u_held = energies(model, diffused(trained, held[:PER_LEVEL], level), level)
         variance = abar * clean_variance + noise
-        spread = torch.bincount(index, u - u.mean()).square().sum() * len(names) / (len(names) - 1)
         difference = abs(float(x.mean()) - math.sqrt(abar) * clean_mean) / math.sqrt(variance)
-        se = math.sqrt(float(u_held.var() / len(u_held) + spread / len(u) ** 2))
+        se = math.hypot(math.sqrt(float(u_held.var() / len(u_held))), _chain_error(u, chain[own]))
         rows.append((difference, float(x.var(0).mean()) / variance, float(u_held.mean() - u.mean()), se))
     columns = [list(column) for column in zip(*rows, strict=True)]
     measures: Summary = {
@@ -206,6 +204,35 @@ def level_measures(trained: Trained, walked: Walk) -> Summary:
     edges = neighbour_acceptance(model.network, walked.x, walked.t, ladder.top).tolist()
     overlap = {"neighbour_acceptance": edges, "neighbour_acceptance_minimum": _range(edges)[0]}
     return measures | ranges | overlap | {"energy_gap_se_by_level": columns[3]}
+
+
+def own_image_gap(trained: Trained) -> Summary:
+    """U of held-out images less U of the chains that began from them, level by level, after the config's transitions.
+
+    Energies of images differ by a hundred nats, so that a thousand chains know their gap to other images badly. A chain
+    and its own image, diffused to the level where the chain is now, have most of that in common.
+    """
+    model, count = trained.model, min(STORE_CHAINS, len(trained.dataset.held_out))
+    z = trained.dataset.standardise(trained.dataset.held_out[:count].to(model.device))
+    levels = torch.arange(count, device=z.device) * model.ladder.levels // count
+    walked = walk(trained, model.ladder.diffuse(z, levels, trained.generator), levels)
+    own = model.ladder.diffuse(z[walked.chain], walked.t, trained.generator)
+    gaps = energies(model, own, walked.t) - energies(model, walked.x, walked.t)
+    t, chain, rows = walked.t.cpu(), walked.chain.cpu(), []
+    for level in range(model.ladder.levels):
+        here = t == level
+        known = len(torch.unique(chain[here])) > 1
+        mean = float(gaps[here].mean()) if known else math.nan
+        rows.append((mean, _chain_error(gaps[here], chain[here]) if known else math.nan))
+    gap, error = ([row[k] for row in rows] for k in (0, 1))
+    return {"own_image_gap_by_level": gap, "own_image_gap_range": _range(gap), "own_image_gap_se_by_level": error}
+
+
+def _chain_error(values: Tensor, chain: Tensor) -> float:
+    """Standard error of a mean of values that depend on each other within a chain: each chain's are added up first."""
+    names, index = torch.unique(chain, return_inverse=True)
+    sums = torch.bincount(index, values - values.mean())
+    return math.sqrt(float(sums.square().sum()) * len(names) / (len(names) - 1)) / len(values)
 
 
 def precision_changes(trained: Trained, walked: Walk) -> Summary:
@@ -244,7 +271,7 @@ def evaluate(trained: Trained) -> tuple[Summary, Arrays]:
         walked = walk(trained, chains.x[slots], chains.t[slots])
         transitions = config.iterations * config.bursts * config.batch / len(chains)
         low, high = config.step_minimum, config.step_maximum
-        summary |= level_measures(trained, walked) | precision_changes(trained, walked)
+        summary |= level_measures(trained, walked) | own_image_gap(trained) | precision_changes(trained, walked)
         summary |= {
             "steps_at_bound": int(((model.sigma <= low) | (model.sigma >= high)).sum()),
             "round_trips_per_chain": float(trips.mean()),
@@ -295,6 +322,7 @@ COLUMNS = (
     Column("mean_difference_range", "pixel mean off by, sd", "0 0"),
     Column("variance_ratio_range", "pixel variance ratio, range", "1 1"),
     Column("energy_gap_range", "energy gap by level, nats", "0 0"),
+    Column("own_image_gap_range", "gap to the chain's own image, nats", "0 0"),
     Column("round_trips_per_chain", "label round trips a chain"),
     Column("round_trips_per_1000_transitions", "round trips per 1,000 transitions"),
     Column("samples_from_noise", "samples from noise"),
