@@ -138,8 +138,11 @@ def test_no_pickle(tmp_path: Path):
     for word in ("import pickle", "torch.load(", "torch.save(", "allow_pickle=True", "joblib"):
         assert word not in source
     tiny_run(tmp_path)
-    for path in (tmp_path / CHECKPOINT).iterdir():
-        assert not path.read_bytes().startswith((b"PK", b"\x80"))
+    files = {path.suffix: path for path in (tmp_path / CHECKPOINT).iterdir()}
+    assert files.keys() == {".safetensors", ".json"}
+    json.loads(files[".json"].read_text())
+    header = int.from_bytes(files[".safetensors"].read_bytes()[:8], "little")  # of JSON, whatever its first byte is
+    json.loads(files[".safetensors"].read_bytes()[8 : 8 + header])
 
 
 # What is damaged is refused.

@@ -233,7 +233,7 @@ def test_the_loss_is_flat_at_the_exact_energies(direction: str) -> None:
 
     def slopes(at: float) -> Tensor:
         extra = torch.full((BATCHES,), at, dtype=torch.float64, requires_grad=True)
-        batch = iter(extra)
+        batch = iter(extra.repeat_interleave(2))  # the energy is asked twice a batch: own levels, other levels
 
         def energy(x: Tensor, t: Tensor) -> Tensor:
             change = {"scale": doubling(x, t), "level": doubling(x, t) * (t == 2), "shape": t * x[:, 0].square() / 8}

@@ -333,7 +333,7 @@ def test_the_order_of_the_batch_is_part_of_the_loss() -> None:
 @pytest.mark.parametrize("wanted", [{"order": 1.0}, {"label_move": "carry"}], ids=str)
 @pytest.mark.parametrize("changes", [{"network": "resnet"}, {"method": "drl"}], ids=str)
 def test_what_carries_x_needs_a_network_that_can(wanted: dict[str, Any], changes: dict[str, Any]) -> None:
-    with pytest.raises(InputError, match="needs method=da and network=level-mlp or level-resnet"):
+    with pytest.raises(InputError, match="they need method=da and network=level-mlp or level-resnet"):
         config(**(wanted | changes))
 
 

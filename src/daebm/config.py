@@ -145,11 +145,11 @@ class Config:
         _require(self, "level_rate", self.level_rate <= 1, "at most 1")
         if self.level_rate and not self.adapt_every:
             raise InputError("level_rate balances the levels whenever step sizes adapt: adapt_every must not be 0")
-        for wanted in ("label_move=carry",) * (self.label_move == "carry") + ("order",) * (self.order > 0):
-            if not (self.method == "da" and self.network.startswith("level-")):
-                raise InputError(
-                    f"{wanted} needs method=da and network=level-mlp or level-resnet: they carry x between levels"
-                )
+        if (self.label_move == "carry" or self.order) and not (row.name == "da" and self.network.startswith("level-")):
+            raise InputError(
+                "label_move=carry and order carry x between levels: they need method=da and network=level-mlp or "
+                "level-resnet"
+            )
         _require(self, "overlap", 0 < self.overlap < 1, "between 0 and 1")
         _require(self, "seed", self.seed < 2**62, "below 2**62")
         _require(self, "block", self.block >= 2, "at least 2")

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from daebm.ladder import Ladder, per_chain
-from daebm.samplers.mgms import Energy
+from daebm.samplers.mgms import Energy, carried_energies
 
 
 def denoising_loss(network: Energy, x: Tensor, t: Tensor, eps: Tensor, sd: Tensor) -> Tensor:
@@ -54,11 +54,8 @@ def ordering_loss(energy: Energy, x: Tensor, y: Tensor, below: Tensor, above: Te
     with the level, as in the label move of that name, and the rest of the image has to tell.
     """
     points, own, other = torch.cat([x, y]), torch.cat([below, above]), torch.cat([above, below])
-    moved, stretch = points, points.new_zeros(())
-    if carry:
-        moved, stretch = (part.squeeze(1) for part in energy.carried(points, own, other.unsqueeze(1)))  # type: ignore[attr-defined]
-    right, wrong = energy(torch.cat([points, moved]), torch.cat([own, other])).chunk(2)
-    of_x, of_y = (right - wrong + stretch).chunk(2)
+    wrong = carried_energies(energy, points, own, other.unsqueeze(1))[1].squeeze(1) if carry else energy(points, other)
+    of_x, of_y = (energy(points, own) - wrong).chunk(2)
     return F.softplus(of_x + of_y).mean()
 
 

@@ -90,7 +90,7 @@ def _level_figure(summary: Summary, arrays: Arrays) -> Figure:
         ("neighbour_acceptance", "acceptance of t <-> t + 1", None),
         ("mean_difference_by_level", "|mean - held-out| / held-out sd", 0),
         ("variance_ratio_by_level", "pixel variance / held-out", 1),
-        ("energy_gap_by_level", "U(held-out) - U(chains), 2 se; against own image", 0),
+        ("energy_gap_by_level", "U(held-out) - U(chains), 2 se; orange: own image", 0),
     )
     axes = figure.subplots(2, 4).flat
     for axis, (key, title, truth) in zip(axes, panels, strict=False):

@@ -62,10 +62,8 @@ def carried_energies(energy: Energy, x: Tensor, t: Tensor, labels: Tensor) -> tu
     """
     if not hasattr(energy, "carried"):
         raise InputError("label_move=carry needs an energy that can carry x between levels: level-mlp or level-resnet")
-    with torch.no_grad():
-        places, log_stretch = energy.carried(x, t, labels)
-        u = energy(places.flatten(0, 1), labels.flatten()).reshape(labels.shape) - log_stretch
-    return places, u
+    places, log_stretch = energy.carried(x, t, labels)
+    return places, energy(places.flatten(0, 1), labels.flatten()).reshape(labels.shape) - log_stretch
 
 
 def _draw(u: Tensor, valid: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -131,7 +129,8 @@ def carry(top: int, size: int) -> LabelMove:
 
     def move(energy: Energy, x: Tensor, t: Tensor, generator: torch.Generator | None) -> LabelInfo:
         labels, valid = _around(t, top, size, generator)
-        places, u = carried_energies(energy, x, t, labels)
+        with torch.no_grad():
+            places, u = carried_energies(energy, x, t, labels)
         chosen = _draw(u, valid, generator)
         rows = torch.arange(len(t), device=t.device)
         drawn = torch.where((torch.isfinite(u) & valid).any(1), labels[rows, chosen], t)
