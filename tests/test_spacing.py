@@ -10,7 +10,8 @@ from torch import Tensor
 
 from daebm.errors import InputError
 from daebm.ladder import Ladder
-from daebm.spacing import data_acceptance, neighbour_acceptance, overlapping, respaced
+from daebm.networks import DiffusedGaussian
+from daebm.spacing import data_acceptance, level_balance, neighbour_acceptance, overlapping, respaced
 from daebm.targets import Gaussian, LabelledLadder, Mixture
 
 # Acceptance probabilities lie in [0, 1]: a mean a of n of them has a standard error of at most sqrt(a (1 - a) / n).
@@ -98,7 +99,7 @@ def test_any_constants_of_the_levels_cancel() -> None:
 
 
 def test_edges_with_few_chains() -> None:
-    """No chain at levels 2 and 3: edge 2 is unknown, 1 and 3 are known from one side, as they are."""
+    """No chain at levels 2 and 3: edge 2 is unknown, 1 and 3 are known from one side."""
     ladder = Ladder.geometric(4, floor=0.1, top=5)
     target = narrow_levels(ladder, 4)
     x, t = exact_chains(target, 4_000, seeded(6))
@@ -109,6 +110,40 @@ def test_edges_with_few_chains() -> None:
     known = ~torch.isnan(a)
     assert bool(((a - expected)[known].abs() < SIGMAS * standard_error(expected, 4_000)[known]).all())
     assert neighbour_acceptance(target, x[t == 0], t[t == 0], top=0).shape == (0,)
+
+
+def test_an_empty_level_is_weighed_from_one_side() -> None:
+    """Levels of one variance and known masses: each log r is the log ratio of the masses, seen from either side."""
+    ones, weights = torch.ones(3, dtype=torch.float64), torch.tensor([1.0, 3.0, 0.5, 8.0], dtype=torch.float64)
+    target = LabelledLadder(weights, [Gaussian(0 * ones, ones)] * 4)
+    x = torch.randn(40, 3, generator=seeded(9), dtype=torch.float64)
+    expected = weights.log().diff()
+    for there in ([0, 2], [1, 3], [0, 1, 3]):
+        t = torch.tensor(there)[torch.arange(40) % len(there)]
+        torch.testing.assert_close(level_balance(target, x, t, 3)[0], expected, rtol=0, atol=1e-9)
+    alone = level_balance(target, x, torch.zeros(40, dtype=torch.int64), 3)[0]
+    torch.testing.assert_close(alone, expected * torch.tensor([1, 0, 0]), rtol=0, atol=1e-9)
+
+
+def test_carried_labels_see_masses_where_levels_do_not_overlap() -> None:
+    """Carried along, a Gaussian is the Gaussian of the other level: log r is the log ratio of masses for every x."""
+    data = torch.randn(400, 100, generator=seeded(10)) * torch.linspace(0.01, 0.1, 100)
+    ladder = Ladder.geometric(100, floor=0.1, top=3)
+    base, shifts = DiffusedGaussian(data, ladder), torch.tensor([0.0, 2.0, -1.0, 4.0])
+
+    class Shifted(torch.nn.Module):
+        carried = staticmethod(base.carried)
+
+        def forward(self, x: Tensor, t: Tensor) -> Tensor:
+            return base(x, t) + shifts[t]
+
+    t = torch.arange(400) % 4
+    x = ladder.diffuse(data, t, seeded(11))
+    ratio, acceptance = level_balance(Shifted(), x, t, 3, carry=True)
+    torch.testing.assert_close(ratio, -shifts.diff().double(), rtol=0, atol=1e-4)  # float32 at tens of nats
+    torch.testing.assert_close(acceptance, torch.ones(3, dtype=torch.float64), rtol=0, atol=1e-4)
+    fixed, overlap = level_balance(Shifted(), x, t, 3)
+    assert float(overlap.max()) < 0.05 and float((fixed + shifts.diff()).abs().max()) > 0.5
 
 
 def test_energies_that_are_not_finite_are_refused_moves() -> None:

@@ -24,7 +24,8 @@ SETTLE_ROWS = 256  # chains moved together; bounds memory
 def balance_levels(setup: Setup, x: Tensor, t: Tensor, share: float = 1.0) -> None:
     """Take back, by the network's constants, a share of the levels' difference in mass, seen on chains (x, t)."""
     constant = cast(Tensor, setup.state.network.constant)
-    ratio, _acceptance = level_balance(setup.state.network, x[:BALANCED], t[:BALANCED], setup.ladder.top)
+    carry = setup.config.label_move == "carry"
+    ratio, _acceptance = level_balance(setup.state.network, x[:BALANCED], t[:BALANCED], setup.ladder.top, carry=carry)
     with torch.no_grad():  # mass e^(ratio) too much is energy too low
         constant[1:] += share * ratio.cumsum(0).to(constant)
 

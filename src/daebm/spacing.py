@@ -10,7 +10,7 @@ from torch import Tensor
 
 from daebm.errors import InputError
 from daebm.ladder import Ladder
-from daebm.samplers.mgms import Energy, label_energies
+from daebm.samplers.mgms import Energy, carried_energies, label_energies
 
 # A chain started at N(0, I) with label T must be able to move: below this overlap it mostly cannot.
 MINIMUM_NOISE_OVERLAP = 0.15
@@ -55,26 +55,38 @@ def data_acceptance(ladder: Ladder, data: Tensor, generator: torch.Generator | N
     return accepted
 
 
-def neighbour_acceptance(energy: Energy, x: Tensor, t: Tensor, top: int, chunk: int = 256) -> Tensor:
+def neighbour_acceptance(
+    energy: Energy, x: Tensor, t: Tensor, top: int, chunk: int = 256, carry: bool = False
+) -> Tensor:
     """Mean Metropolis acceptance of the label move t <-> t + 1 for chains (x, t) at equilibrium, shape (T,).
 
     Levels of unequal mass favour one direction, but overlap is not about mass: it is measured at the mass ratios of
-    `level_balance`. An edge without chains is NaN.
+    `level_balance`. With ``carry`` the label takes x along, as in the move of that name. An edge without chains is NaN.
     """
-    return level_balance(energy, x, t, top, chunk)[1]
+    return level_balance(energy, x, t, top, chunk, carry)[1]
 
 
-def level_balance(energy: Energy, x: Tensor, t: Tensor, top: int, chunk: int = 256) -> tuple[Tensor, Tensor]:
+def level_balance(
+    energy: Energy, x: Tensor, t: Tensor, top: int, chunk: int = 256, carry: bool = False
+) -> tuple[Tensor, Tensor]:
     """Per edge t <-> t + 1 the log of mass(t + 1) over mass(t), to be made up for, and the label acceptance then; (T,).
 
-    The log mass ratio is the one at which both directions are accepted equally often (Bennett's way). An edge with
-    chains at one end only is taken as it is. Evaluates ``chunk`` chains at a time, each at t, t + 1 and t - 1.
+    The log mass ratio is the one at which both directions are accepted equally often (Bennett's way). With chains at
+    one end only it is the log of their mean exp(-(change of U)), noisier, but it is what fills an empty level; without
+    any it is 0. The ratio of masses is the same with ``carry``, and known better where levels overlap better then.
+    Evaluates ``chunk`` chains at a time, each at t, t + 1 and t - 1.
     """
     if not 0 < len(x) == len(t) or bool(((t < 0) | (t > top)).any()):
         raise InputError(f"every chain needs a label in 0..{top}: got {len(x)} chains, labels {sorted({*t.tolist()})}")
     labels = torch.stack([t, t + 1, t - 1], 1).clamp(0, top)
-    starts = range(0, len(x), chunk)
-    u = torch.cat([label_energies(energy, x[i : i + chunk], labels[i : i + chunk]) for i in starts]).cpu().double()
+
+    def energies(rows: slice) -> Tensor:
+        if not carry:
+            return label_energies(energy, x[rows], labels[rows])
+        with torch.no_grad():
+            return carried_energies(energy, x[rows], t[rows], labels[rows])[1]
+
+    u = torch.cat([energies(slice(i, i + chunk)) for i in range(0, len(x), chunk)]).cpu().double()
     log_r, t = u[:, :1] - u[:, 1:], t.cpu()
     log_r[~log_r.isfinite()] = -torch.inf  # refused, as the label moves do
     up, edge_up, down, edge_down = log_r[t < top, 0], t[t < top], log_r[t > 0, 1], t[t > 0] - 1
@@ -85,10 +97,11 @@ def level_balance(energy: Energy, x: Tensor, t: Tensor, top: int, chunk: int = 2
 
     high = torch.full((top,), float(log_r[log_r.isfinite()].abs().sum()), dtype=torch.float64)  # beyond every log r
     low, log_mass = -high, torch.zeros_like(high)
+    one_sided = _log_edge_mean(down, edge_down, top) - _log_edge_mean(up, edge_up, top)  # where one of them is 0
     for _ in range(128):  # down to rounding
         risen, fallen = both(log_mass)
         low, high = torch.where(risen < fallen, log_mass, low), torch.where(risen < fallen, high, log_mass)
-        log_mass = torch.where((risen + fallen).isnan(), 0.0, (low + high) / 2)
+        log_mass = torch.where((risen + fallen).isnan(), one_sided, (low + high) / 2)
     return -log_mass, both(log_mass).nanmean(0, dtype=torch.float64)
 
 
@@ -152,6 +165,13 @@ def _metropolis(log_r: Tensor) -> Tensor:
 def _edge_mean(log_r: Tensor, edge: Tensor, edges: int) -> Tensor:
     """Mean acceptance of the moves over each edge; NaN for an edge without any."""
     return torch.bincount(edge, _metropolis(log_r), minlength=edges) / torch.bincount(edge, minlength=edges)
+
+
+def _log_edge_mean(log_r: Tensor, edge: Tensor, edges: int) -> Tensor:
+    """Log of the mean of exp(log_r) over each edge; 0 for an edge without any, or with refused moves only."""
+    own = torch.where(edge == torch.arange(edges).unsqueeze(1), log_r, -torch.inf)
+    mean = torch.logsumexp(own, 1) - torch.bincount(edge, minlength=edges).double().log()
+    return torch.where(mean.isfinite(), mean, 0.0)
 
 
 def _mixture_points(data: Tensor, generator: torch.Generator | None) -> Tensor:

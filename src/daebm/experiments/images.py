@@ -201,7 +201,8 @@ def level_measures(trained: Trained, walked: Walk) -> Summary:
         ),
     }
     ranges = {key.replace("_by_level", "_range"): _range(values) for key, values in measures.items()}
-    edges = neighbour_acceptance(model.network, walked.x, walked.t, ladder.top).tolist()
+    carry = trained.config.label_move == "carry"
+    edges = neighbour_acceptance(model.network, walked.x, walked.t, ladder.top, carry=carry).tolist()
     overlap = {"neighbour_acceptance": edges, "neighbour_acceptance_minimum": _range(edges)[0]}
     return measures | ranges | overlap | {"energy_gap_se_by_level": columns[3]}
 
