@@ -12,7 +12,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from daebm import Config, Dataset, Ladder, Model, checkpoint, resnet, train, training
+from daebm import Config, Dataset, Ladder, Model, checkpoint, levels, resnet, train, training
 from daebm.chains import Chains
 from daebm.config import PRECISIONS
 from daebm.data import to_unit_range
@@ -272,12 +272,11 @@ def ended(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def warm_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Path]:
-    """A whole run in which everything happens: 4 iterations of denoising, 5 of contrast, 5 of likelihood."""
+    """A whole run in which everything happens: 4 iterations of denoising, 5 with labels, 5 of likelihood."""
     it = config(
         iterations=14,
         denoise=4,
-        contrast=5,
-        contrast_steps=2,
+        relate=5,
         checkpoint_every=3,
         average=0.9,
         beta1=0.5,
@@ -285,7 +284,7 @@ def warm_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Path]:
         dequantise=True,
         label_move="carry",
         block=3,
-        order=1.0,
+        gain_rate=0.01,
     )
     folder = tmp_path_factory.mktemp("whole")
     train(it, DATA, folder)
@@ -314,23 +313,7 @@ def test_a_warm_start_resumes_bit_for_bit(warm_run: tuple[Config, Path], tmp_pat
         assert torch.equal(tensors[key], value), key
 
 
-# The order of the levels beside the likelihood.
-
-
-def test_the_order_of_the_batch_is_part_of_the_loss() -> None:
-    """In nats, with its weight; drawn from the batch itself, so that nothing else of the iteration changes."""
-    losses = []
-    for weight in (0.0, 0.5, 2.0):
-        setup = begin(config(level_rate=0.1, order=weight, iterations=2), DATA)
-        losses.append(step(setup)[:2])
-    (plain, gap), (half, gap_half), (double, gap_double) = losses
-    assert float(plain) == float(gap) == float(gap_half) == float(gap_double)
-    # The model begins as a Gaussian, which carried data fit at every level alike: it can only guess, at log 2.
-    assert float(half - plain) == pytest.approx(0.5 * math.log(2), abs=1e-3)
-    assert float(double - plain) == pytest.approx(2 * math.log(2), abs=1e-3)
-
-
-@pytest.mark.parametrize("wanted", [{"order": 1.0}, {"label_move": "carry"}], ids=str)
+@pytest.mark.parametrize("wanted", [{"relate": 1}, {"label_move": "carry"}], ids=str)
 @pytest.mark.parametrize("changes", [{"network": "resnet"}, {"method": "drl"}], ids=str)
 def test_what_carries_x_needs_a_network_that_can(wanted: dict[str, Any], changes: dict[str, Any]) -> None:
     with pytest.raises(InputError, match="they need method=da and network=level-mlp or level-resnet"):
@@ -339,15 +322,15 @@ def test_what_carries_x_needs_a_network_that_can(wanted: dict[str, Any], changes
 
 @pytest.mark.long
 def test_the_recipe_of_the_images_in_miniature() -> None:
-    """Denoising, contrast, then persistent chains whose labels carry x, on digits: nothing diverges, the levels keep
-    their chains and data and chains stay together.
+    """Denoising, labels of carried images, then persistent chains, on digits: nothing diverges, the levels keep their
+    chains, and data and chains stay together.
 
-    When this was written the gap was .2 nats over the last 100 iterations, with a standard error of .2 (images differ
-    by 10 nats, 1,000 chains), and fifths of the ladder held .6 to 1.5 of their share."""
+    When this was written the gap was -.15 nats over the last 100 iterations, with a standard error of .2 (images differ
+    by 10 nats, 1,000 chains), fifths of the ladder held .6 to 1.2 of their share, and 147 round trips were made."""
     it = config(
         **{"width": 16, "ladder": "overlap", "overlap": 0.4, "last_variance": 0.99, "batch": 100, "store": 1000},
-        **{"steps": 3, "bursts": 3, "label_move": "carry", "block": 8, "order": 1.0, "level_rate": 0.3},
-        **{"denoise": 600, "denoise_rate": 4e-3, "contrast": 200, "contrast_rate": 1e-3, "contrast_steps": 20},
+        **{"steps": 3, "bursts": 3, "label_move": "carry", "block": 8, "level_rate": 0.3, "gain_rate": 5e-4},
+        **{"denoise": 600, "denoise_rate": 4e-3, "relate": 200, "relate_rate": 1e-3},
         **{"iterations": 1200, "learning_rate": 1e-5, "average": 0.99, "adapt_every": 10, "step_size": 0.5},
     )
     setup = begin(it, DATA)
@@ -387,7 +370,11 @@ def test_constants_follow_the_masses_and_nothing_else(optimiser: str) -> None:
         constant.copy_(after)
         assert after[0] == before[0] and ratio.abs().max() > 0.1
         # The same numbers, added up in float64 and rounded once.
-        torch.testing.assert_close(after[1:] - before[1:], 0.5 * ratio.cumsum(0).float(), rtol=1e-5, atol=1e-6)
+        shares = torch.bincount(chains.t, minlength=setup.ladder.levels) * setup.ladder.levels / len(chains)
+        crowded = 0.5 * levels.HISTOGRAM_SHARE * (shares - shares[0])
+        torch.testing.assert_close(
+            after[1:] - before[1:], 0.5 * ratio.cumsum(0).float() + crowded[1:], rtol=1e-5, atol=1e-6
+        )
     assert not constant.requires_grad and constant.grad is None
     index = [name for name, _ in network.named_parameters()].index("constant")
     assert index not in setup.state.optimiser.state_dict()["state"]

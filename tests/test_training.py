@@ -274,10 +274,8 @@ def test_matched_runs_spend_the_same_gradients(method: str, preset: str):
 
 
 def test_gradients_of_the_warm_starts_are_counted() -> None:
-    config = Config(
-        network="level-mlp", denoise=10, contrast=4, contrast_steps=5, iterations=20, steps=3, bursts=2, batch=50
-    )
-    each = [0, 7, 10, 10 + 2 * 6, 10 + 4 * 6, 10 + 4 * 6 + 6 * 8]
+    config = Config(network="level-mlp", denoise=10, relate=4, iterations=20, steps=3, bursts=2, batch=50)
+    each = [0, 7, 10, 12, 14, 14 + 6 * 8]
     assert [config.gradients(k) for k in (0, 7, 10, 12, 14, 20)] == [50 * count for count in each]
 
 

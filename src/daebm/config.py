@@ -57,9 +57,8 @@ class Config:
     beta1: float = 0.0
     denoise: int = 0  # iterations of denoising score matching first, a warm start
     denoise_rate: float = 1e-3  # learning rate then, falling linearly to 0
-    contrast: int = 0  # then iterations of contrastive divergence: chains that start from the batch, at its levels
-    contrast_steps: int = 30  # Langevin steps of those chains
-    contrast_rate: float = 1e-4  # learning rate then, falling linearly to 0
+    relate: int = 0  # then iterations that learn to tell the level of carried data beside it (level networks)
+    relate_rate: float = 1e-4  # learning rate then, falling linearly to 0
     warm_up: int = 0  # iterations of linear ramp from 0
     decay_start: float = 0.5  # linear decay to 0 from this share of the iterations on (when there are no milestones)
     milestones: tuple[float, ...] = ()  # shares of the iterations at which the rate is multiplied by decay_factor
@@ -67,7 +66,7 @@ class Config:
     clip: float = 0.0  # largest gradient norm; 0 is off
     energy_penalty: float = 0.0  # weight of mean U^2 over data and chains
     level_rate: float = 0.0  # share of unequal level masses made up for at an adaptation; data then take chains' levels
-    order: float = 0.0  # weight, beside the gap, of telling the levels of data when x is carried between them (nats)
+    gain_rate: float = 0.0  # learning rate of the gains of the levels while chains persist (level-resnet); 0: all 1
     average: float = 0.0  # decay of the exponential weight average that the final model uses; 0 is off
 
     # Chains
@@ -114,7 +113,6 @@ class Config:
             "width",
             "hidden",
             "patch",
-            "contrast_steps",
             "checkpoint_every",
         ):
             _require(self, name, getattr(self, name) >= 1, "at least 1")
@@ -127,16 +125,16 @@ class Config:
             "top",
             "warm_up",
             "denoise",
-            "contrast",
+            "relate",
             "adapt_every",
             "reject_from",
             "maximum_rollbacks",
             "seed",
         ):
             _require(self, name, getattr(self, name) >= 0, "0 or more")
-        for name in ("floor", "clip", "energy_penalty", "level_rate", "order"):
+        for name in ("floor", "clip", "energy_penalty", "level_rate", "gain_rate"):
             _require(self, name, getattr(self, name) >= 0, "0 or more")
-        for name in ("learning_rate", "denoise_rate", "contrast_rate", "first_sd"):
+        for name in ("learning_rate", "denoise_rate", "relate_rate", "first_sd"):
             _require(self, name, getattr(self, name) > 0, "positive")
         for name in ("step_size", "step_minimum", "maximum_gap"):
             _require(self, name, getattr(self, name) > 0, "positive")
@@ -145,9 +143,9 @@ class Config:
         _require(self, "level_rate", self.level_rate <= 1, "at most 1")
         if self.level_rate and not self.adapt_every:
             raise InputError("level_rate balances the levels whenever step sizes adapt: adapt_every must not be 0")
-        if (self.label_move == "carry" or self.order) and not (row.name == "da" and self.network.startswith("level-")):
+        if (self.label_move == "carry" or self.relate) and not (row.name == "da" and self.network.startswith("level-")):
             raise InputError(
-                "label_move=carry and order carry x between levels: they need method=da and network=level-mlp or "
+                "label_move=carry and relate carry x between levels: they need method=da and network=level-mlp or "
                 "level-resnet"
             )
         _require(self, "overlap", 0 < self.overlap < 1, "between 0 and 1")
@@ -170,9 +168,7 @@ class Config:
         ):
             value = getattr(self, name)
             _require(self, name, value in choices, f"one of {', '.join(choices)}")
-        _require(self, "iterations", self.iterations > self.warm, "more than denoise and contrast together")
-        if self.contrast and self.method != "da":
-            raise InputError(f"contrast is a warm start of method da: {self.method} has chains of its own")
+        _require(self, "iterations", self.iterations > self.warm, "more than denoise and relate together")
         if row.start == "store" and self.store < self.batch:
             raise InputError(f"store={self.store} must hold at least batch={self.batch} chains")
 
@@ -183,7 +179,7 @@ class Config:
     @property
     def warm(self) -> int:
         """Iterations before the persistent chains take over."""
-        return self.denoise + self.contrast
+        return self.denoise + self.relate
 
     @property
     def gradients_per_iteration(self) -> int:
@@ -192,12 +188,9 @@ class Config:
         return bursts * (self.steps + 1)
 
     def gradients(self, iteration: int) -> int:
-        """Energy gradients up to an iteration; denoising takes one for each point, if a costly one."""
-        denoising = min(iteration, self.denoise)
-        contrast = min(iteration - denoising, self.contrast)
-        after = iteration - denoising - contrast
-        each = denoising + contrast * (self.contrast_steps + 1) + after * self.gradients_per_iteration
-        return each * self.batch
+        """Energy gradients up to an iteration; the warm starts take one for each point, if a costly one."""
+        warm = min(iteration, self.warm)
+        return (warm + (iteration - warm) * self.gradients_per_iteration) * self.batch
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

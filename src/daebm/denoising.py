@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from daebm.ladder import Ladder, per_chain
-from daebm.samplers.mgms import Energy, carried_energies
+from daebm.samplers.mgms import Energy, blocks, carried_energies
+
+LABEL_WEIGHT = 5.0  # a block spans a seventh of our ladders: all of them together weigh about as much as all noise
 
 
 def denoising_loss(network: Energy, x: Tensor, t: Tensor, eps: Tensor, sd: Tensor) -> Tensor:
@@ -35,27 +37,20 @@ class Pairs(NamedTuple):
     above: Tensor
 
 
-def draw_pairs(ladder: Ladder, z: Tensor, other: Tensor, generator: torch.Generator, span: int) -> Pairs:
-    """Standardised data, as many of one as of the other, at random levels at most ``span`` apart."""
+def draw_pairs(ladder: Ladder, z: Tensor, other: Tensor, generator: torch.Generator) -> Pairs:
+    """Standardised data, as many of one as of the other, at random levels one apart."""
     below = torch.randint(max(ladder.top, 1), (len(z),), generator=generator, device=z.device)
-    above = below + 1
-    if span > 1:
-        apart = torch.randint(1, span + 1, (len(z),), generator=generator, device=z.device)
-        above = (below + apart).clamp(max=ladder.top)
-    return Pairs(ladder.diffuse(z, below, generator), ladder.diffuse(other, above, generator), below, above)
+    return Pairs(ladder.diffuse(z, below, generator), ladder.diffuse(other, below + 1, generator), below, below + 1)
 
 
-def ordering_loss(energy: Energy, x: Tensor, y: Tensor, below: Tensor, above: Tensor, carry: bool = False) -> Tensor:
+def ordering_loss(energy: Energy, x: Tensor, y: Tensor, below: Tensor, above: Tensor) -> Tensor:
     """-log of the model's probability that x, and not y, is the one at the lower of two levels.
 
     Least where the model's log ratio of the two levels' densities is the true one up to a constant: the scores say how
-    the energy changes with x, this says how it changes with t, for each image. The masses of the levels cancel. With
-    x fixed the noise gives the answer away as soon as levels are not neighbours. With ``carry`` its variance goes
-    with the level, as in the label move of that name, and the rest of the image has to tell.
+    the energy changes with x, this says how it changes with t, for each image. The masses of the levels cancel.
     """
     points, own, other = torch.cat([x, y]), torch.cat([below, above]), torch.cat([above, below])
-    wrong = carried_energies(energy, points, own, other.unsqueeze(1))[1].squeeze(1) if carry else energy(points, other)
-    of_x, of_y = (energy(points, own) - wrong).chunk(2)
+    of_x, of_y = (energy(points, own) - energy(points, other)).chunk(2)
     return F.softplus(of_x + of_y).mean()
 
 
@@ -78,7 +73,7 @@ def draw_noisy(ladder: Ladder, z: Tensor, generator: torch.Generator) -> Noisy:
     eps = torch.randn(z.shape, generator=generator, device=z.device)
     x, sd = ladder.noised(z, t, eps), per_chain(ladder.variance.sqrt(), t, z)
     pairs = len(z) // 4 if ladder.top else 0
-    return Noisy(x, t, eps, sd, *draw_pairs(ladder, z[:pairs], z[pairs : 2 * pairs], generator, span=1))
+    return Noisy(x, t, eps, sd, *draw_pairs(ladder, z[:pairs], z[pairs : 2 * pairs], generator))
 
 
 def chainless_loss(score: Callable[..., Tensor], energy: Energy, *given: Tensor) -> Tensor:
@@ -93,3 +88,35 @@ def chainless_loss(score: Callable[..., Tensor], energy: Energy, *given: Tensor)
         order = ordering_loss(energy, noisy.low, noisy.high, noisy.below, noisy.above)
         loss = loss + order / noisy.x[0].numel()
     return loss
+
+
+class Labelled(NamedTuple):
+    """Diffused data x at levels t, and for each a block of labels that holds t: (n, b), and which of them there are."""
+
+    x: Tensor
+    t: Tensor
+    labels: Tensor
+    valid: Tensor
+
+
+def draw_labelled(ladder: Ladder, z: Tensor, size: int, generator: torch.Generator) -> Labelled:
+    """Standardised data z at random levels, with the blocks that a label move of ``size`` labels would draw from."""
+    t = torch.randint(ladder.levels, (len(z),), generator=generator, device=z.device)
+    return Labelled(ladder.diffuse(z, t, generator), t, *blocks(t, ladder.top, size, generator))
+
+
+def label_loss(energy: Energy, x: Tensor, t: Tensor, labels: Tensor, valid: Tensor) -> Tensor:
+    """-log of the probability with which a label move that carries x finds the label that x has; in nats.
+
+    The likelihood of t given the whitened coordinates of x. A label move with x fixed has the noise give the answer
+    away; with the noise carried along the rest of the image has to tell, over all the levels of a block at once.
+    """
+    u = carried_energies(energy, x, t, labels)[1]
+    own = (valid & (labels == t.unsqueeze(1))).int().argmax(1)
+    return F.cross_entropy(torch.where(valid, -u, -torch.inf), own)
+
+
+def relating_loss(score: Callable[..., Tensor], energy: Energy, *given: Tensor) -> Tensor:
+    """Denoising as in `chainless_loss`, and `label_loss`; ``given`` are 4 parts of `Noisy` and all of `Labelled`."""
+    noisy, labelled = given[:4], given[4:]
+    return score(*noisy) / 2 + LABEL_WEIGHT * label_loss(energy, *labelled) / noisy[0][0].numel()

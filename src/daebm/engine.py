@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from daebm.denoising import chainless_loss, denoising_loss
+from daebm.denoising import chainless_loss, denoising_loss, relating_loss
 from daebm.errors import InputError
 from daebm.ladder import Ladder
 from daebm.methods import Transition
 from daebm.samplers import mgms
 from daebm.samplers.capture import Captured
-from daebm.samplers.langevin import KERNELS, Kernel
+from daebm.samplers.langevin import Kernel
 from daebm.updates import likelihood_loss, trainable
 
 if TYPE_CHECKING:
@@ -82,10 +82,12 @@ class Engine:
     def reset(self) -> None:
         """Forget what was recorded: graphs read weights where they lay and in the precision of then."""
         self.transitions: dict[Kernel, Transition] = {}
-        self.at_levels: Transition | None = None
-        energy, score = self._compile(self.network), self._compile(partial(denoising_loss, self.network))
+        # Scores are learned by the energy without gains, which are there to undo what its errors do to chains.
+        plain = getattr(self.network, "ungained", self.network)
+        energy, score = self._compile(self.network), self._compile(partial(denoising_loss, plain))
         self.likelihood = self._gradient(partial(likelihood_loss, energy, self.config))
         self.chainless = self._gradient(lambda *noisy: (chainless_loss(score, energy, *noisy),))
+        self.relating = self._gradient(lambda *given: (relating_loss(score, energy, *given),))
 
     def use(self, precision: str) -> None:
         """Go on in ``precision``."""
@@ -114,24 +116,27 @@ class Engine:
     def transition(self, kernel: Kernel) -> Transition:
         """Algorithm 2 on the network, compiled and captured on a GPU."""
         if kernel not in self.transitions:
-            self.transitions[kernel] = self._build(kernel, self.config.steps, self.move)
+            self.transitions[kernel] = self._build(kernel)
         return self.transitions[kernel]
 
-    def stay(self, x: Tensor, t: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor, mgms.TransitionInfo]:
-        """``contrast_steps`` steps at fixed levels, compiled and captured on a GPU."""
-        if self.at_levels is None:
-            self.at_levels = self._build(KERNELS[self.config.kernel], self.config.contrast_steps, mgms.stay)
-        return self.at_levels(x, t, sigma)
-
-    def _build(self, kernel: Kernel, steps: int, label_move: mgms.LabelMove) -> Transition:
+    def _build(self, kernel: Kernel) -> Transition:
         labels = _CompiledLabels(self.network) if self.compiled else self.network
 
         def move(energy: Any, x: Tensor, t: Tensor, generator: torch.Generator | None) -> Any:
-            return label_move(labels, x, t, generator)
+            return self.move(labels, x, t, generator)
 
         def transition(x: Tensor, t: Tensor, sigma: Tensor) -> Any:
             return mgms.transition(
-                kernel, self.network, x, t, sigma, steps, move, self.generator, self.config.compile, check=False
+                kernel,
+                self.network,
+                x,
+                t,
+                sigma,
+                self.config.steps,
+                move,
+                self.generator,
+                self.config.compile,
+                check=False,
             )
 
         return Captured(transition, self.generator) if self.compiled else transition

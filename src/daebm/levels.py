@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
+from daebm.resnet import LevelResNet
 from daebm.samplers import langevin
 from daebm.samplers.adapt import StepSizes
 from daebm.samplers.mgms import at_level
@@ -16,25 +17,34 @@ if TYPE_CHECKING:
     from daebm.training import Setup
 
 BALANCED = 8192  # at most so many chains are looked at
+HISTOGRAM_SHARE = 1.0  # nats, of a share, that a level with twice its chains is raised by
 SETTLE_CHAINS = 32  # per level
-SETTLE_ROUNDS, SETTLE_STEPS = 8, 5  # an adaptation of the step sizes each; the second half is measured
+SETTLE_ROUNDS, SETTLE_STEPS = 20, 10  # an adaptation of steps and gains each; the second half is measured
+GAIN_SHARE = 1.5  # of half a Newton step, a round
 SETTLE_ROWS = 256  # chains moved together; bounds memory
 
 
 def balance_levels(setup: Setup, x: Tensor, t: Tensor, share: float = 1.0) -> None:
-    """Take back, by the network's constants, a share of the levels' difference in mass, seen on chains (x, t)."""
+    """Take back, by the network's constants, a share of the levels' difference in mass, seen on chains (x, t).
+
+    Edge by edge, and by how many chains a level has: what is left over at each edge of a long ladder adds up to a
+    drift that only their number shows.
+    """
     constant = cast(Tensor, setup.state.network.constant)
     carry = setup.config.label_move == "carry"
     ratio, _acceptance = level_balance(setup.state.network, x[:BALANCED], t[:BALANCED], setup.ladder.top, carry=carry)
+    excess = torch.bincount(t, minlength=len(constant)) * (len(constant) / len(t)) - 1
     with torch.no_grad():  # mass e^(ratio) too much is energy too low
         constant[1:] += share * ratio.cumsum(0).to(constant)
+        constant += share * HISTOGRAM_SHARE * (excess - excess[0])
 
 
 def settle(setup: Setup) -> None:
-    """After the warm start: let step sizes adapt to the energy, and give all levels of the model equal mass.
+    """After a warm start: step sizes that suit the energy, gains, and levels of equal mass.
 
-    On chains that have left the diffused data for what the model itself holds likely near them: as long as the two
-    differ, the masses seen from the data are nats wrong at every edge.
+    On chains at fixed levels that have left the diffused data for what the model itself holds likely near them: as long
+    as the two differ, the masses seen from the data are nats wrong at every edge. Energies whose slopes are learned
+    have chains fall tens of nats below the data, for their errors are holes too; the gains make up for it.
     """
     state, ladder, generator = setup.state, setup.ladder, setup.state.generator
     if setup.config.method != "da":
@@ -42,6 +52,8 @@ def settle(setup: Setup) -> None:
     t = torch.arange(ladder.levels, device=setup.data.device).repeat(SETTLE_CHAINS)
     rows = torch.randint(len(setup.data), (len(t),), generator=generator, device=t.device)
     x = ladder.diffuse(setup.points(rows), t, generator)
+    gained = state.network if setup.config.gain_rate and isinstance(state.network, LevelResNet) else None
+    start = _parts(gained, x, t)
     steps = StepSizes.start(state.steps.sigma, state.steps.bounds, SETTLE_CHAINS)
     draws = []
     for settled in (k >= SETTLE_ROUNDS // 2 for k in range(SETTLE_ROUNDS)):
@@ -52,8 +64,18 @@ def settle(setup: Setup) -> None:
             )
             steps.record(t[here], info.accept_prob)
         steps.adapt()
+        if gained is not None:
+            gained.regain(start, _parts(gained, x, t), t, GAIN_SHARE)
         draws += [x.clone()] if settled else []
     state.steps.sigma = steps.sigma
     constant = getattr(state.network, "constant", None)
     if isinstance(constant, Tensor) and constant.shape == (ladder.levels,):
         balance_levels(setup, torch.cat(draws), t.repeat(len(draws)))
+
+
+def _parts(network: LevelResNet | None, x: Tensor, t: Tensor) -> Tensor:
+    if network is None:
+        return torch.empty(0)
+    rows = [slice(i, i + SETTLE_ROWS) for i in range(0, len(t), SETTLE_ROWS)]
+    with torch.no_grad():
+        return torch.cat([network.parts(x[here], t[here]) for here in rows])

@@ -129,8 +129,16 @@ class DiffusedGaussian(nn.Module):
         """y_t = C_t^(-1/2) (x - m_t), (n, d)."""
         return (x.flatten(1) @ self.axes - self.centre[t]) * self.precision[t]
 
+    def half_square(self, x: Tensor, t: Tensor) -> Tensor:
+        return self.whiten(x, t).square().sum(1) / 2
+
+    def half_squares(self, x: Tensor, labels: Tensor) -> Tensor:
+        """The same of x at each of its labels (n, b)."""
+        y = ((x.flatten(1) @ self.axes).unsqueeze(1) - self.centre[labels]) * self.precision[labels]
+        return y.square().sum(2) / 2
+
     def forward(self, x: Tensor, t: Tensor) -> Tensor:
-        return self.whiten(x, t).square().sum(1) / 2 + self.half_log_det[t]
+        return self.half_square(x, t) + self.half_log_det[t]
 
     def carried(self, x: Tensor, t: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """x at other levels with the same whitened coordinates, (n, b, ...), and log sqrt(det C_label / det C_t)."""
@@ -139,8 +147,7 @@ class DiffusedGaussian(nn.Module):
         return (y @ self.axes.T).reshape(*labels.shape, *x.shape[1:]), stretch
 
     def of_labels(self, x: Tensor, labels: Tensor) -> Tensor:
-        y = ((x.flatten(1) @ self.axes).unsqueeze(1) - self.centre[labels]) * self.precision[labels]
-        return y.square().sum(2) / 2 + self.half_log_det[labels]
+        return self.half_squares(x, labels) + self.half_log_det[labels]
 
 
 class LevelMLP(nn.Module):

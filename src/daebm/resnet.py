@@ -16,6 +16,7 @@ from daebm.ladder import Ladder
 from daebm.networks import DiffusedGaussian
 
 MULTIPLIERS = (1, 2, 2, 2)  # channels at full, half, quarter and eighth resolution, in units of the width
+KNOTS = 8  # between which the gains of the levels are linear
 LABEL_VALUES = 1 << 27  # values of one feature map in a label draw: bounds memory to some GiB
 
 
@@ -146,13 +147,18 @@ class ResNet(nn.Module):
 class LevelResNet(nn.Module):
     """Ours for images: the data's own diffused Gaussian at every level, corrected by the paper's network.
 
-    U(x, t) = 1/2 |C_t^(-1/2) (x - m_t)|^2 + 1/2 log det C_t + f(x, t) / sqrt(v_t) + c_t
+    U(x, t) = a_t g(x, t) + (1 - a_t) d/2 + (b_t f(x, t) + (1 - b_t) f_t) / sqrt(v_t) + 1/2 log det C_t + c_t
 
-    The correction starts at zero, so that the model begins as a normalised density whose labels mix, and weighs most
-    where the noise is least, as the slope of the true energy does.
+    with g(x, t) = 1/2 |C_t^(-1/2) (x - m_t)|^2. The correction f starts at zero, so that the model begins as a
+    normalised density whose labels mix, and weighs most where the noise is least, as the slope of the true energy does.
+    The gains a_t and b_t start at 1. They are smooth in t: two numbers at each of a few knots, which a few hundred
+    chains know well. d/2 and f_t are the means of what they multiply, so that a gain that changes hardly changes the
+    mass of its level.
     """
 
     scale: Tensor
+    blend: Tensor
+    mean: Tensor
 
     def __init__(self, data: Tensor, ladder: Ladder, width: int = 128, depth: int = 1, patch: int = 1) -> None:
         super().__init__()
@@ -161,17 +167,52 @@ class LevelResNet(nn.Module):
         nn.init.zeros_(self.inner.head.weight)
         self.constant = nn.Parameter(torch.zeros(ladder.levels))
         self.register_buffer("scale", self.base.noise.rsqrt().float())
+        knots = torch.linspace(0, ladder.top, min(KNOTS, ladder.levels))
+        spacing = ladder.top / max(len(knots) - 1, 1) or 1.0
+        distance = (torch.arange(ladder.levels).unsqueeze(1) - knots).abs() / spacing
+        self.register_buffer("blend", (1 - distance).clamp(min=0))  # linear between knots
+        self.log_gain = nn.Parameter(torch.zeros(len(knots), 2))
+        self.register_buffer("mean", torch.zeros(ladder.levels))  # f_t
 
     def forward(self, x: Tensor, t: Tensor) -> Tensor:
         return self.at(t)(x)
 
     def at(self, t: Tensor) -> Callable[[Tensor], Tensor]:
-        inner, scale, constant = self.inner.at(t), self.scale[t], self.constant[t]
-        return lambda x: cast(Tensor, self.base(x, t) + scale * inner(x) + constant)
+        inner, (a, b, c) = self.inner.at(t), self._of_level(t)
+        return lambda x: a * self.base.half_square(x, t) + b * inner(x) + c
+
+    def ungained(self, x: Tensor, t: Tensor) -> Tensor:
+        """U with a_t = b_t = 1."""
+        return self.parts(x, t).sum(1) + self.base.half_log_det[t] + self.constant[t]
+
+    def parts(self, x: Tensor, t: Tensor) -> Tensor:
+        """What the gains multiply: g and f / sqrt(v_t), (n, 2)."""
+        return torch.stack([self.base.half_square(x, t), self.inner(x, t) * self.scale[t]], 1)
 
     def carried(self, x: Tensor, t: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         return self.base.carried(x, t, labels)
 
     def of_labels(self, x: Tensor, labels: Tensor) -> Tensor:
-        learned = self.inner.of_labels(x, labels) * self.scale[labels] + self.constant[labels]
-        return self.base.of_labels(x, labels) + learned
+        a, b, c = self._of_level(labels)
+        return a * self.base.half_squares(x, labels) + b * self.inner.of_labels(x, labels) + c
+
+    def _of_level(self, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """a_t, b_t / sqrt(v_t), and all that does not depend on x."""
+        a, b = (self.blend @ self.log_gain).exp().unbind(1)
+        means = (1 - a) * (len(self.base.axes) / 2) + (1 - b) * self.scale * self.mean
+        c = self.base.half_log_det + self.constant + means
+        return a[t], (b * self.scale)[t], c[t]
+
+    @torch.no_grad()
+    def regain(self, data: Tensor, chains: Tensor, t: Tensor, share: float) -> None:
+        """Take the gains a share of the way to where data and chains agree in the mean; f_t from the data.
+
+        ``data`` and ``chains`` are `parts` (n, 2), row by row of a chain and of the image it began from, at levels t.
+        Newton's step: the slope of a mean by its gain is minus the covariance, and differences have twice that of the
+        chains, so that whole steps are half ones.
+        """
+        self.mean.copy_(torch.zeros_like(self.mean).index_add_(0, t, data[:, 1]) / torch.bincount(t) / self.scale)
+        gap, weight = data - chains, self.blend[t] / self.blend[t].sum(0)  # (n, 2), (n, knots)
+        mean = weight.T @ gap
+        covariance = torch.einsum("nk,ni,nj->kij", weight, gap, gap) - torch.einsum("ki,kj->kij", mean, mean)
+        self.log_gain.sub_(share * torch.linalg.solve(covariance + torch.eye(2, device=gap.device), mean))

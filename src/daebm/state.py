@@ -89,6 +89,10 @@ def start(config: Config, data: Tensor, ladder: Ladder, network: nn.Module | Non
                 "level_rate needs levels and a network with a constant for each: level-mlp or level-resnet"
             )
         constant.requires_grad_(False)  # it follows the masses of the levels, not the optimiser
+    if hasattr(network, "log_gain"):
+        network.log_gain.requires_grad_(config.gain_rate > 0)
+    elif config.gain_rate:
+        raise InputError("gain_rate needs a network with gains for its levels: level-resnet")
     if config.start == "data":
         chains = Chains.from_data(config.store, data, ladder, generator)
     else:
@@ -116,11 +120,21 @@ def start(config: Config, data: Tensor, ladder: Ladder, network: nn.Module | Non
 
 
 def optimiser(config: Config, network: nn.Module, warm_start: bool = False) -> torch.optim.Optimizer:
-    """The config's own or, for the warm start, Adam with momentum: its gradients have little noise."""
+    """The config's own or, for the warm start, Adam with momentum: its gradients have little noise.
+
+    Rates are set at every update, as a group's ``factor`` times that of the schedule. The gains of levels have a group
+    of their own: they wait for persistent chains.
+    """
+    gains = {name: weight for name, weight in network.named_parameters() if config.gain_rate and name == "log_gain"}
+    weights = [weight for name, weight in network.named_parameters() if name not in gains]
+    groups: list[dict[str, Any]] = [{"params": weights, "factor": 1.0}]
+    if gains:
+        factor = 0.0 if warm_start else config.gain_rate / config.learning_rate
+        groups.append({"params": list(gains.values()), "factor": factor})
     if config.optimiser == "sgd" and not warm_start:
-        return torch.optim.SGD(network.parameters(), lr=config.learning_rate)
+        return torch.optim.SGD(groups, lr=config.learning_rate)
     betas = (0.9 if warm_start else config.beta1, 0.999)
-    return torch.optim.Adam(network.parameters(), lr=config.learning_rate, betas=betas)
+    return torch.optim.Adam(groups, lr=config.learning_rate, betas=betas)
 
 
 def holds_state(folder: Path) -> bool:

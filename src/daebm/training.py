@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from daebm import engine
 from daebm.config import Config
 from daebm.data import Dataset, check_finite
-from daebm.denoising import draw_noisy, draw_pairs
+from daebm.denoising import draw_labelled, draw_noisy
 from daebm.engine import Engine
 from daebm.errors import DivergenceError, InputError
 from daebm.guard import MEASURES, MetricsLog, bad_weights, trouble
@@ -28,7 +28,6 @@ from daebm.state import Saved, TrainingState, build_ladder, optimiser, start
 from daebm.updates import learning_rate, update
 
 OVERLAP_SEED = 30_000_001  # a stream of its own: a check must not share noise with the chains
-SPAN = 8  # levels: so far apart, at most, are two images whose order is to be told, as a label of a block may jump
 ROLLBACK_RATE_FACTOR = 0.5  # the learning rate after a roll-back, relative to before
 
 
@@ -179,11 +178,10 @@ def advance(setup: Setup) -> Tensor:
     config, state = setup.config, setup.state
     part = step
     if state.iteration < config.warm:
-        part = denoise if state.iteration < config.denoise else contrast
+        part = denoise if state.iteration < config.denoise else relate
     measures = part(setup)
     if config.warm and state.iteration in (config.denoise, config.warm):  # the next part begins
-        if state.iteration == config.warm:
-            settle(setup)
+        settle(setup)
         state.optimiser = optimiser(config, state.network, state.iteration < config.warm)
         state.average = {k: v.detach().clone() for k, v in state.network.named_parameters() if config.average}
     return measures
@@ -237,8 +235,7 @@ def step(setup: Setup) -> Tensor:
         x_data = ladder.noised(z, t_data, eps)
 
     # Update (line 7).
-    given = (x_data, t_data, negatives.x, negatives.t, *_pairs(setup, z))
-    (loss, u_data, u_chains), gradient = setup.engine.likelihood(*given)
+    (loss, u_data, u_chains), gradient = setup.engine.likelihood(x_data, t_data, negatives.x, negatives.t)
     gap = u_data.mean() - u_chains.mean()
     grad_norm = update(config, state, gradient)
     if config.adapt_every and state.iteration % config.adapt_every == 0:
@@ -257,34 +254,18 @@ def denoise(setup: Setup) -> Tensor:
     return torch.stack([loss, torch.zeros_like(loss), grad_norm, torch.zeros_like(loss)])
 
 
-def contrast(setup: Setup) -> Tensor:
-    """One iteration of the second: chains start from the batch itself and stay at its levels.
+def relate(setup: Setup) -> Tensor:
+    """One iteration of the second: noise is removed, and the levels of carried images are told; no chains.
 
-    Slopes say little of how energies differ over a distance, and chains that follow them fall into what lies there.
-    A chain and the point it came from have most of their energy in common, so that what a chain has found shows in a
-    gradient of a few hundred: with chains that have forgotten where they came from it drowns in their differences.
+    Slopes leave the energy of an image at one level nats wrong against that at another, and labels stick where it is
+    too low. What a label move would draw from is known for data: their own label.
     """
     config, state, ladder, generator = setup.config, setup.state, setup.ladder, setup.state.generator
     z = setup.points(_next_batch(state, len(setup.data), config.batch))
-    t = torch.randint(ladder.levels, (len(z),), generator=generator, device=z.device)
-    x = ladder.diffuse(z, t, generator)
-    with torch.no_grad():
-        y, _t, info = setup.engine.stay(x, t, state.steps.sigma)
-    if config.kernel == "mala":
-        state.steps.record(t, info.steps.accept_prob)
-    state.nonfinite += info.steps.nonfinite.sum().long()
-    (loss, u_data, u_chains), gradient = setup.engine.likelihood(x, t, y, t, *_pairs(setup, z))
+    given = (*draw_noisy(ladder, z, generator)[:4], *draw_labelled(ladder, z, config.block, generator))
+    (loss,), gradient = setup.engine.relating(*given)
     grad_norm = update(config, state, gradient)
-    if config.adapt_every and state.iteration % config.adapt_every == 0:
-        state.steps.adapt()
-    return torch.stack([loss, u_data.mean() - u_chains.mean(), grad_norm, info.steps.accept_prob.mean()])
-
-
-def _pairs(setup: Setup, z: Tensor) -> tuple[Tensor, ...]:
-    """With ``order``: data whose levels are to be told, every point of the batch once as the lower and once as not."""
-    if not setup.config.order:
-        return ()
-    return draw_pairs(setup.ladder, z, z.roll(1, 0), setup.state.generator, SPAN)
+    return torch.stack([loss, torch.zeros_like(loss), grad_norm, torch.zeros_like(loss)])
 
 
 def _metrics(config: Config, state: TrainingState, measures: list[float]) -> dict[str, Any]:

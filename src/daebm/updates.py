@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from daebm.config import Config
-from daebm.denoising import ordering_loss
 from daebm.samplers.mgms import Energy
 from daebm.state import TrainingState
 
@@ -20,7 +19,7 @@ def learning_rate(config: Config, iteration: int) -> float:
 
     Both warm starts come before that, with rates of their own that rise fast and fall linearly to zero.
     """
-    for count, rate in ((config.denoise, config.denoise_rate), (config.contrast, config.contrast_rate)):
+    for count, rate in ((config.denoise, config.denoise_rate), (config.relate, config.relate_rate)):
         if iteration < count:
             return rate * min(1.0, (iteration + 1) / 100) * (1 - iteration / count)
         iteration -= count
@@ -37,15 +36,12 @@ def trainable(network: nn.Module) -> list[nn.Parameter]:
 
 
 def likelihood_loss(
-    energy: Energy, config: Config, x_data: Tensor, t_data: Tensor, x_chains: Tensor, t_chains: Tensor, *pairs: Tensor
+    energy: Energy, config: Config, x_data: Tensor, t_data: Tensor, x_chains: Tensor, t_chains: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """mean U(data) - mean U(chains) and U of both; with a small penalty on its size, and the order of `Pairs`."""
+    """mean U(data) - mean U(chains), with a small penalty on the size of U; and U of both."""
     u_data, u_chains = energy(x_data, t_data), energy(x_chains, t_chains)
     size = u_data.square().mean() + u_chains.square().mean()
     loss = u_data.mean() - u_chains.mean() + config.energy_penalty * size
-    if pairs:
-        low, high, below, above = pairs
-        loss = loss + config.order * ordering_loss(energy, low, high, below, above, carry=True)
     return loss, u_data, u_chains
 
 
@@ -53,7 +49,7 @@ def update(config: Config, state: TrainingState, gradient: Sequence[Tensor | Non
     """A step of the optimiser and of the weight average along the ``gradient`` of a loss; returns its norm."""
     rate = learning_rate(config, state.iteration) * state.rate_scale
     for group in state.optimiser.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group["factor"]
     for weight, slope in zip(trainable(state.network), gradient, strict=True):
         weight.grad = slope
     grad_norm = nn.utils.clip_grad_norm_(state.network.parameters(), config.clip if config.clip else math.inf)

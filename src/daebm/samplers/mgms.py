@@ -104,13 +104,13 @@ def block(top: int, size: int) -> LabelMove:
         raise InputError(f"a label block needs at least 2 labels, got {size}")
 
     def move(energy: Energy, x: Tensor, t: Tensor, generator: torch.Generator | None) -> LabelInfo:
-        labels, valid = _around(t, top, size, generator)
+        labels, valid = blocks(t, top, size, generator)
         return _gibbs(energy, x, t, labels, valid, generator)
 
     return move
 
 
-def _around(t: Tensor, top: int, size: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+def blocks(t: Tensor, top: int, size: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
     """The labels (n, size) of the block around each t, and which of them there are."""
     offset = torch.randint(size, t.shape, generator=generator, device=t.device)
     first = (t + offset) // size * size - offset
@@ -128,7 +128,7 @@ def carry(top: int, size: int) -> LabelMove:
     block(top, size)  # the same demand on the size
 
     def move(energy: Energy, x: Tensor, t: Tensor, generator: torch.Generator | None) -> LabelInfo:
-        labels, valid = _around(t, top, size, generator)
+        labels, valid = blocks(t, top, size, generator)
         with torch.no_grad():
             places, u = carried_energies(energy, x, t, labels)
         chosen = _draw(u, valid, generator)
@@ -160,11 +160,6 @@ def local(top: int) -> LabelMove:
         return LabelInfo(x, torch.where(accept, proposal, t), (~torch.isfinite(u)).sum(1))
 
     return move
-
-
-def stay(energy: Energy, x: Tensor, t: Tensor, generator: torch.Generator | None) -> LabelInfo:
-    """No move at all, for steps at fixed levels."""
-    return LabelInfo(x, t, torch.zeros_like(t))
 
 
 def label_move(name: str, top: int, size: int) -> LabelMove:
