@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from daebm import Config, Dataset
-from daebm.denoising import draw_noisy
+from daebm.denoising import draw_labelled, draw_noisy
 from daebm.engine import set_precision
 from daebm.precision import check_precision
 from daebm.resnet import HALF, convolve
@@ -124,7 +124,7 @@ def test_captured_transitions_are_the_eager_ones() -> None:
 
 
 def test_captured_gradients_are_the_eager_ones() -> None:
-    """Of both losses, three times over, with weights that change in between: a graph must read them anew."""
+    """Of all losses, three times over, with weights that change in between: a graph must read them anew."""
     data = Dataset.standardised("noise", torch.randint(256, (200, 1, 16, 16)).byte(), torch.zeros(1, 1, 16, 16).byte())
     values = {
         "network": "level-resnet",
@@ -143,8 +143,12 @@ def test_captured_gradients_are_the_eager_ones() -> None:
     for _ in range(3):
         z = torch.randn(32, 1, 16, 16, device="cuda", generator=generator)
         noisy = draw_noisy(setups[0].ladder, z, generator)
-        for given in (("chainless", noisy), ("likelihood", (noisy.x, noisy.t, z, noisy.t))):
-            name, inputs = given
+        labelled = draw_labelled(setups[0].ladder, z, 4, generator)
+        for name, inputs in (
+            ("chainless", noisy),
+            ("relating", (*noisy[:4], *labelled)),
+            ("likelihood", (noisy.x, noisy.t, z, noisy.t)),
+        ):
             (values_a, eager), (values_b, graph) = (getattr(setup.engine, name)(*inputs) for setup in setups)
             torch.testing.assert_close(values_a, values_b, rtol=1e-3, atol=1e-3)
             for a, b in zip(eager, graph, strict=True):
