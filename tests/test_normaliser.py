@@ -6,15 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from daebm.errors import DaebmError, InputError
+from daebm.errors import InputError
 from daebm.ladder import Ladder
 from daebm.networks import DiffusedGaussian
 from daebm.normaliser import (
     Reference,
     all_energies,
-    gaussian_reference,
+    known_reference,
     level_normalisers,
     log_normalisers,
+    snapshots,
 )
 from daebm.samplers.langevin import mala
 from daebm.samplers.mgms import stay
@@ -126,16 +127,12 @@ def test_a_level_without_points_is_refused() -> None:
         log_normalisers(torch.zeros(4, 3), torch.tensor([0, 0, 2, 2]), torch.arange(4))
 
 
-def test_levels_without_overlap_have_a_huge_error_or_are_refused() -> None:
+def test_levels_without_overlap_have_a_huge_error() -> None:
     far = LabelledLadder(
         torch.ones(2), [Gaussian(torch.tensor([m], dtype=torch.float64), torch.ones(1).double()) for m in (0.0, 60.0)]
     )
     u, state = exact(far, 500, seeded(0))
-    try:
-        error = float(log_normalisers(u, state, torch.arange(len(u))).error[0])
-    except (DaebmError, RuntimeError):
-        return
-    assert error > 1
+    assert float(log_normalisers(u, state, torch.arange(len(u))).error[0]) > 1
 
 
 @pytest.mark.parametrize("dimension", [1, 2])
@@ -159,9 +156,10 @@ def test_chains_of_a_model_agree_with_quadrature(dimension: int) -> None:
     sampler = Sampler(mala, energy, ladder, sigma, 3, stay)
     t = torch.randint(4, (256,), generator=g)
     start = Drawn(ladder.diffuse(data[:256], t, g), t, 0)
-    base = DiffusedGaussian(data, ladder).double()
-    reference = gaussian_reference(base, 3, (dimension,), 1000, g)
-    value, error = level_normalisers(sampler, start, reference, g, burn_in=10, snapshots=10, apart=3)
+    base = DiffusedGaussian(data, ladder)
+    reference = known_reference(base, ladder, data, 2000, g)
+    x, t = snapshots(sampler, start, g, burn_in=10, count=10, apart=3)
+    value, error = level_normalisers(energy, x, t, 4, reference)
     line = torch.linspace(-8, 8, 801, dtype=torch.float64)
     grid = torch.cartesian_prod(*[line] * dimension).reshape(-1, dimension)
     for level in range(4):
@@ -172,17 +170,31 @@ def test_chains_of_a_model_agree_with_quadrature(dimension: int) -> None:
         assert float(error[level]) < 0.05
 
 
-def test_reference_is_normalised_and_exact() -> None:
-    data = torch.randn(500, 2, generator=seeded(5)) @ torch.tensor([[1.0, 0.5], [0.0, 0.3]]) + 1
+@pytest.mark.parametrize("rows", [5, 500])
+def test_reference_is_normalised_and_exact(rows: int) -> None:
+    """With five rows there are too few neighbours for kernels, and the Gaussian is all."""
+    data = torch.randn(rows, 2, generator=seeded(5)) @ torch.tensor([[1.0, 0.5], [0.0, 0.3]]) + 1
     ladder = Ladder.geometric(2, first_sd=0.1, top=3)
-    base = DiffusedGaussian(data, ladder).double()
-    reference = gaussian_reference(base, 3, (2,), 20_000, seeded(6))
+    reference = known_reference(DiffusedGaussian(data, ladder), ladder, data, 20_000, seeded(6))
     assert isinstance(reference, Reference)
     line = torch.linspace(-9, 9, 601, dtype=torch.float64)
-    u = reference.energy(torch.cartesian_prod(line, line), torch.zeros(601**2))
-    assert abs(float(torch.logsumexp(-u, 0)) + 2 * math.log(float(line[1] - line[0]))) < 1e-6
-    mean = float(reference.energy(reference.draws, torch.zeros(20_000)).mean())
-    entropy = 1 + math.log(2 * math.pi) + float(base.half_log_det[3])
-    assert abs(mean - entropy) < SIGMAS / math.sqrt(20_000)
+    grid = torch.cartesian_prod(line, line)
+    u = torch.cat([reference.energy(part) for part in grid.split(20_000)])
+    log_area = 2 * math.log(float(line[1] - line[0]))
+    assert abs(float(torch.logsumexp(-u, 0)) + log_area) < 1e-3
+    # The draws: their mean energy is the entropy by quadrature.
+    drawn = reference.energy(reference.draws)
+    entropy = float((u * (-u + log_area).exp()).sum())
+    assert abs(float(drawn.mean()) - entropy) < SIGMAS * float(drawn.std()) / math.sqrt(20_000) + 1e-3
     u = all_energies(lambda x, t: x.sum(1) + t, reference.draws[:7], 4, reference)
     assert u.shape == (7, 5) and u.dtype == torch.float64
+
+
+def test_reference_in_many_dimensions_is_the_gaussian() -> None:
+    data = torch.randn(300, 9, generator=seeded(7))
+    ladder = Ladder.geometric(9, floor=0.1)
+    base = DiffusedGaussian(data, ladder)
+    reference = known_reference(base, ladder, data, 100, seeded(8))
+    t = torch.full((100,), ladder.top)
+    expected = base(reference.draws.float(), t) + 4.5 * math.log(2 * math.pi)
+    torch.testing.assert_close(reference.energy(reference.draws).float(), expected, rtol=1e-4, atol=1e-3)

@@ -6,6 +6,7 @@ A `Ladder` of noise levels, an energy U(x, t) on it, exact samplers that move (x
 from daebm.config import Config
 from daebm.data import Dataset
 from daebm.errors import CheckpointError, DaebmError, DivergenceError, InputError
+from daebm.estimator import DAEBM
 from daebm.images import image_array, image_folder, load_images
 from daebm.ladder import Ladder
 from daebm.methods import METHODS, Method
@@ -47,6 +48,7 @@ __all__ = [
     "train",
     "Model",
     "load",
+    "DAEBM",
     "DaebmError",
     "InputError",
     "CheckpointError",

@@ -1,0 +1,459 @@
+"""A scikit-learn estimator: a normalised density, samples, and decisions with a stated false-alarm rate.
+
+    detector = daebm.DAEBM(random_state=0).fit(X)
+    detector.log_density(X_new)  # nats, in the units of X
+    detector.predict(X_new)  # -1 for outliers; one in a hundred normal rows is flagged too
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.base import BaseEstimator, OutlierMixin
+from sklearn.covariance import LedoitWolf
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.utils import check_random_state
+from sklearn.utils.validation import check_is_fitted, validate_data
+from torch import Tensor, nn
+
+from daebm import checkpoint, conformal, recipe
+from daebm.config import Config
+from daebm.data import Dataset
+from daebm.errors import CheckpointError, InputError
+from daebm.ladder import Ladder
+from daebm.model import Model, load
+from daebm.normaliser import LogNormalisers, Reference, known_reference, level_normalisers, snapshots
+from daebm.samplers.langevin import energy_and_gradient
+from daebm.samplers.mgms import at_level, stay
+from daebm.sampling import Drawn, Sampler
+from daebm.state import TrainingState
+from daebm.training import train
+from daebm.units import Floats, Units
+
+SCORES = ("energy", "profile")
+CALIBRATION, LARGEST_CALIBRATION = 5, 1000  # one row in five is kept for calibration, up to so many
+VALIDATION, LARGEST_VALIDATION = 10, 500  # one row in ten is kept to watch training by
+CHAINS, BURN_IN, SNAPSHOTS, APART = 1000, 30, 15, 3  # of the normalising constant
+DRAWS = 4  # of the known density, for every chain
+SAMPLE_VISITS = 8  # to level 0 before a chain is taken as a sample: the first one alone comes too early
+DECIMALS = 9  # of a score, in nats
+CHUNK = 1 << 17  # numbers per evaluation; bounds memory
+# Beyond these a fit says so. A gap is per dimension, as a Gaussian with d numbers a row has one that grows with d.
+LARGEST_GAP, GAP_PER_DIMENSION = 0.2, 0.05  # nats
+LEAST_ACCEPTANCE, LEAST_TRIPS, LARGEST_ERROR = 0.4, 1.0, 0.1
+
+
+class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
+    """Density and outliers of a numeric table (n, d) or of images (n, h, w) or (n, c, h, w).
+
+    Larger scores are more normal. Numpy arrays, torch tensors and pandas frames go in, numpy arrays come out, in the
+    units of X. Columns are standardised inside; columns with a single value are left out of the density, and a row
+    with another value there has density 0.
+
+    Parameters
+    ----------
+    score_by : "energy" or "profile"
+        What `score_samples` returns: the log density at the data's level, or minus the squared Mahalanobis distance
+        (Ledoit-Wolf) of the energies and the logarithms of their slopes at all noise levels from those of the
+        training rows. (Not called ``score``: an attribute of that name would hide the method `score`, which
+        `GridSearchCV` needs, and scikit-learn demands that attribute and parameter share their name.)
+    fpr : float
+        False-alarm rate of `predict`: the share of normal rows that are flagged. It needs 1 / fpr - 1 rows for
+        calibration, which `fit` keeps apart; with fewer, `fit` warns and `predict` refuses. The rate can be changed
+        after fitting.
+    budget : "small", "medium" or "large"
+        Iterations of training; tables of fewer than 1,000 rows take a share of them.
+    floor : "auto" or float
+        Noise that is added to the data at the lowest level, in sds of the data. The density is that of the noisy data
+        then. "auto" takes none in up to four dimensions if values do not repeat, and a little otherwise (`floor_`).
+    settings : dict or None
+        Any settings of `daebm.Config`, to overrule the ones chosen from the shape and size of X (`config_`).
+    random_state : int, RandomState or None
+        Two fits with the same number, data and number of threads agree bit for bit.
+    verbose : int
+        1 prints a line for every look at the held-out rows.
+
+    Attributes
+    ----------
+    model_ : the trained `daebm.Model`, in standardised units
+    log_normaliser_, log_normaliser_se_ : log of the integral of exp(-U) at level 0, and its standard error in nats
+    offset_ : the score under which `predict` flags
+    calibration_scores_ : scores of the rows kept for calibration, sorted
+    history_ : a dictionary for every look during training: held-out log density, gap, acceptance, round trips
+    """
+
+    def __init__(
+        self,
+        *,
+        score_by: str = "energy",
+        fpr: float = 0.01,
+        budget: str = "medium",
+        floor: float | str = "auto",
+        settings: dict[str, Any] | None = None,
+        random_state: Any = None,
+        verbose: int = 0,
+    ) -> None:
+        self.score_by = score_by
+        self.fpr = fpr
+        self.budget = budget
+        self.floor = floor
+        self.settings = settings
+        self.random_state = random_state
+        self.verbose = verbose
+
+    def fit(self, X: Any, y: Any = None) -> DAEBM:
+        """Train on X, find the normalising constant, and calibrate on rows that were kept apart; y is ignored."""
+        conformal.check_rate(self.fpr)
+        if not isinstance(self.score_by, str) or self.score_by not in SCORES:
+            raise InputError(f"score_by must be one of {', '.join(SCORES)}, got {self.score_by!r}")
+        x = self._validated(X, reset=True)
+        self.seed_ = int(check_random_state(self.random_state).randint(2**31 - 1))
+        rows = _split(len(x), self.fpr, self.seed_)
+        # The units too come from the training rows alone: calibration rows must be as strange to the model as new ones.
+        self.units_ = Units.of(x[rows.train])
+        z = torch.from_numpy(self.units_.to_model(x[rows.train])).float()
+        held = torch.from_numpy(self.units_.to_model(x[rows.validation])).float()
+        self.config_ = recipe.choose(z, self.budget, self.floor, self.seed_, self.settings)
+        if self.config_.method != "da" or not self.config_.network.startswith("level-"):
+            raise InputError("DAEBM trains method=da on network=level-mlp or level-resnet: take these out of settings")
+        dataset = Dataset("X", z, held)
+        watch = Watch(self.config_, dataset, self.verbose)
+        state, ladder = train(self.config_, dataset, report=watch.note, stop=watch)
+        model = watch.chosen(state, ladder)
+        constants = _normalise(model, state, dataset, self.seed_)
+        self.log_normaliser_, self.log_normaliser_se_ = float(constants.value[0]), float(constants.error[0])
+        self.history_, self.n_iter_ = watch.history, state.iteration
+        self._use(model)
+        self.profile_mean_, self.profile_precision_ = _profile_law(self._profile(z.double().numpy()))
+        self.calibration_scores_ = np.sort(self._scores(x[rows.calibration]))
+        for concern in self._concerns():
+            warnings.warn(concern, ConvergenceWarning, stacklevel=2)
+        return self
+
+    def log_density(self, X: Any) -> Floats:
+        """log p(x) in nats at the data's level, in the units of X; `log_normaliser_se_` is the error they share.
+
+        With a floor (`floor_`) it is the density of the data with that noise added. -inf where a column that was
+        constant in training has another value; rows of density 0 are the only ones without a finite answer.
+        """
+        check_is_fitted(self)
+        return self._log_density(self._validated(X))
+
+    def score_samples(self, X: Any) -> Floats:
+        """Larger is more normal: the log density, or minus the distance of the profile, as ``score_by`` says."""
+        check_is_fitted(self)
+        return self._scores(self._validated(X))
+
+    def score(self, X: Any, y: Any = None) -> float:
+        """The mean log density of X, whatever ``score_by``: comparable with `KernelDensity` and `GaussianMixture`
+        (whose score is a mean too, where the former's is a sum)."""
+        return float(self.log_density(X).mean())
+
+    def p_values(self, X: Any) -> Floats:
+        """Conformal p-values: for a normal row below any alpha with probability at most alpha. Never below 1/(n + 1)."""
+        return conformal.p_values(self.calibration_scores_, self.score_samples(X))
+
+    @property
+    def offset_(self) -> float:
+        """The score under which a row is flagged."""
+        check_is_fitted(self)
+        return conformal.threshold(self.calibration_scores_, self.fpr)
+
+    def decision_function(self, X: Any) -> Floats:
+        """`score_samples` minus `offset_`; negative is flagged."""
+        offset = self.offset_  # first: it refuses without looking at X
+        return self.score_samples(X) - offset
+
+    def predict(self, X: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """-1 for rows with a p-value of at most ``fpr``, +1 for others."""
+        return np.where(self.decision_function(X) < 0, -1, 1)
+
+    def fit_predict(self, X: Any, y: Any = None, **kwargs: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """`fit` and then `predict` on the same rows, for which the false-alarm rate does not hold; it says so."""
+        warnings.warn(
+            "fit_predict judges rows that the model was trained on: they look more normal than fresh ones, so the "
+            "false-alarm rate does not hold for them; fit on rows that are known to be normal and predict others",
+            UserWarning,
+            stacklevel=2,
+        )
+        return self.fit(X, y, **kwargs).predict(X)
+
+    def sample(self, n_samples: int = 1, random_state: Any = None) -> Floats:
+        """Rows or images from the model, started from noise, in the units of X; without the floor's noise.
+
+        The same ones in every call, unless ``random_state`` says otherwise.
+        """
+        check_is_fitted(self)
+        if isinstance(n_samples, bool) or not isinstance(n_samples, int | np.integer) or n_samples < 1:
+            raise InputError(f"n_samples must be a whole number of at least 1, got {n_samples!r}")
+        seed = self.seed_ if random_state is None else int(check_random_state(random_state).randint(2**31 - 1))
+        return self.units_.to_user(self.model_.sample(int(n_samples), seed, SAMPLE_VISITS).astype(np.float64))
+
+    @property
+    def floor_(self) -> float:
+        """sd of the noise in the data's level, in sds of the data."""
+        check_is_fitted(self)
+        return float(self.model_.ladder.floor)
+
+    def save(self, folder: str | Path) -> None:
+        """Write model.safetensors and model.json, which `DAEBM.load` and, for the bare model, `daebm.load` read."""
+        check_is_fitted(self)
+        arrays = {name: getattr(self.units_, name) for name in ("varies", "shift", "scale")}
+        arrays |= {name: getattr(self, name + "_") for name in ("calibration_scores", "profile_mean")}
+        arrays["profile_precision"] = self.profile_precision_
+        tensors = {f"estimator.{name}": torch.from_numpy(np.ascontiguousarray(v)) for name, v in arrays.items()}
+        parameters = self.get_params()
+        if not isinstance(parameters["random_state"], int | None):
+            parameters["random_state"] = None  # a generator: what it gave is in seed_
+        facts = {
+            "parameters": parameters,
+            "event": list(self.units_.event),
+            "log_normaliser": self.log_normaliser_,
+            # JSON has no infinity.
+            "log_normaliser_se": self.log_normaliser_se_ if math.isfinite(self.log_normaliser_se_) else None,
+            "seed": self.seed_,
+            "iterations": self.n_iter_,
+            "history": self.history_,
+            "n_features_in": self.n_features_in_,
+            "feature_names": [str(name) for name in getattr(self, "feature_names_in_", [])],
+        }
+        self.model_.save(folder, tensors, {"estimator": facts})
+
+    @classmethod
+    def load(cls, folder: str | Path) -> DAEBM:
+        """The estimator that `save` wrote, without its training state."""
+        tensors, everything = checkpoint.read(Path(folder), "model")
+        if "estimator" not in everything:
+            raise CheckpointError(f"{folder} holds a model but no estimator: read it with daebm.load")
+        facts = everything["estimator"]
+        array = {k.removeprefix("estimator."): v.numpy() for k, v in tensors.items() if k.startswith("estimator.")}
+        self = cls(**facts["parameters"])
+        self.units_ = Units(tuple(facts["event"]), array["varies"], array["shift"], array["scale"])
+        self.calibration_scores_ = array["calibration_scores"]
+        self.profile_mean_, self.profile_precision_ = array["profile_mean"], array["profile_precision"]
+        self.log_normaliser_, error = facts["log_normaliser"], facts["log_normaliser_se"]
+        self.log_normaliser_se_ = math.inf if error is None else error
+        self.seed_, self.n_iter_, self.history_ = facts["seed"], facts["iterations"], facts["history"]
+        self.n_features_in_ = facts["n_features_in"]
+        if facts["feature_names"]:
+            self.feature_names_in_ = np.array(facts["feature_names"], dtype=object)
+        self._use(load(folder))
+        self.config_ = self.model_.config
+        return self
+
+    def _use(self, model: Model) -> None:
+        """Scores are computed in float64 and rounded after: they must not depend on the rows beside a row, not even in
+        the last digit, for the calibration row at the threshold is compared with itself."""
+        self.model_ = model
+        self._energy = copy.deepcopy(model.network).double()
+
+    def _validated(self, X: Any, reset: bool = False) -> Floats:
+        """Rows or images as float64, of the shape that was fitted."""
+        if isinstance(X, Tensor):
+            X = X.detach().cpu().numpy()
+        image = getattr(X, "ndim", 2) in (3, 4)
+        # Two training rows, one for calibration and one to watch by are the least there can be.
+        x: Floats = validate_data(
+            self,
+            X,
+            reset=reset,
+            dtype=np.float64,
+            allow_nd=image,
+            ensure_2d=not image,
+            ensure_min_samples=4 if reset else 1,
+        )
+        if not reset and x.shape[1:] != self.units_.event:
+            shape = ", ".join(map(str, self.units_.event))
+            raise InputError(f"X must have shape (n, {shape}), as in fit, got {x.shape}")
+        return x
+
+    def _log_density(self, x: Floats) -> Floats:
+        energy = np.concatenate([_energies(self._energy, part) for part in self._parts(x)])
+        log_p = -energy - self.log_normaliser_ - self.units_.log_stretch
+        return self._judged(x, log_p)
+
+    def _scores(self, x: Floats) -> Floats:
+        if self.score_by == "energy":
+            return self._log_density(x)
+        if self.score_by != "profile":
+            raise InputError(f"score_by must be one of {', '.join(SCORES)}, got {self.score_by!r}")
+        away = np.concatenate([self._profile(part.numpy()) for part in self._parts(x)]) - self.profile_mean_
+        return self._judged(x, -np.einsum("ni,ij,nj->n", away, self.profile_precision_, away))
+
+    def _judged(self, x: Floats, score: Floats) -> Floats:
+        """-inf where the model says nothing: another value in a constant column, or x beyond the range of floats."""
+        return np.where(self.units_.impossible(x) | np.isnan(score), -np.inf, score.round(DECIMALS))
+
+    def _parts(self, x: Floats) -> tuple[Tensor, ...]:
+        with np.errstate(over="ignore", invalid="ignore"):
+            z = torch.from_numpy(self.units_.to_model(x))
+        return z.split(max(1, CHUNK // math.prod(self.units_.model_event)))
+
+    def _profile(self, z: Floats) -> Floats:
+        """[U(z, t), log |grad U(z, t)|] at every level t, (n, 2 (T + 1))."""
+        columns = []
+        for level in range(self.model_.ladder.levels):
+            t = torch.full((len(z),), level)
+            u, slope = energy_and_gradient(at_level(self._energy, t), torch.from_numpy(z))
+            columns += [u, slope.flatten(1).norm(dim=1).clamp(min=1e-12).log()]
+        return torch.stack(columns, 1).numpy()
+
+    def _concerns(self) -> list[str]:
+        """What a user should know before trusting this fit, each with what to do."""
+        last, dimension = self.history_[-1], math.prod(self.units_.model_event)
+        found = []
+        if last["gap"] - 2 * last["gap_error"] > LARGEST_GAP + GAP_PER_DIMENSION * dimension:
+            found.append(
+                f"the training rows are {last['gap']:.2g} nats likelier than held-out ones, so the model knows them by "
+                f"heart: give more rows, a smaller budget, or a larger floor (now {self.floor_:g})"
+            )
+        if last["acceptance"] < LEAST_ACCEPTANCE:
+            found.append(
+                f"only {last['acceptance']:.0%} of the sampler's steps are accepted, so training followed poor samples: "
+                "take a larger budget, or scale columns that span many orders of magnitude by their logarithm"
+            )
+        if last["round_trips"] < LEAST_TRIPS:
+            found.append(
+                f"the chains made {last['round_trips']:.2g} trips over the noise levels, too few to weigh distant parts "
+                "of the data against each other: take a larger budget"
+            )
+        if self.log_normaliser_se_ > LARGEST_ERROR + 0.01 * dimension:
+            found.append(
+                f"log densities share an unknown constant of about {self.log_normaliser_se_:.2g} nats: compare them "
+                "with each other but not with other models, or take a larger budget"
+            )
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    train: np.ndarray[Any, np.dtype[np.int64]]
+    validation: np.ndarray[Any, np.dtype[np.int64]]
+    calibration: np.ndarray[Any, np.dtype[np.int64]]
+
+
+def _split(count: int, fpr: float, seed: int) -> _Rows:
+    """Rows to train on, to watch training by, and to calibrate on; the last as many as ``fpr`` needs, up to half."""
+    calibration = max(1, min(count // CALIBRATION, LARGEST_CALIBRATION))
+    needed = conformal.needed(fpr)
+    if needed <= count // 2:
+        calibration = max(calibration, needed)
+    elif calibration < needed:
+        warnings.warn(
+            f"{count} rows leave {calibration} for calibration and fpr={fpr:g} needs {needed}: predict will refuse; "
+            f"give {2 * needed} rows or more, or set fpr to {1 / (calibration + 1):.2g} or more",
+            UserWarning,
+            stacklevel=3,
+        )
+    validation = max(1, min(count // VALIDATION, LARGEST_VALIDATION))
+    order = np.random.default_rng(seed).permutation(count)
+    first, second = calibration, calibration + validation
+    return _Rows(order[second:], order[first:second], order[:first])
+
+
+def _energies(network: nn.Module, z: Tensor, level: int = 0) -> Floats:
+    with torch.no_grad():
+        u: Floats = network(z, torch.full((len(z),), level)).numpy()
+    return u
+
+
+@dataclass(eq=False)
+class Watch:
+    """Looks at held-out rows at every checkpoint: keeps the best weights, and ends training that only overfits.
+
+    The held-out log density is normalised by the persistent chains as they are. Rows and reference are the same at
+    every look, so two looks differ by less than the error of one: worse by that much is worse.
+    """
+
+    config: Config
+    dataset: Dataset
+    verbose: int
+    history: list[dict[str, Any]] = field(default_factory=list)
+    best: tuple[float, dict[str, Tensor]] | None = None  # log density, weights
+    worse: int = 0  # looks in a row
+    acceptance: float = math.nan  # of the latest steps
+
+    PATIENCE = 3
+
+    def note(self, metrics: dict[str, Any]) -> None:
+        """What training reports just before each look."""
+        self.acceptance = metrics.get("acceptance", self.acceptance)
+
+    def __call__(self, state: TrainingState, ladder: Ladder) -> bool:
+        network = Model.from_training(self.config, self.dataset, state, ladder).network
+        weights = {name: value.clone() for name, value in network.state_dict().items()}
+        network.double()
+        generator = torch.Generator().manual_seed(self.config.seed)  # the same reference at every look
+        own = _energies(network, self.dataset.train[:LARGEST_VALIDATION].double())
+        held = _energies(network, self.dataset.held_out.double())
+        look = {
+            "iteration": state.iteration,
+            "gap": float(held.mean() - own.mean()),
+            "gap_error": float(math.hypot(held.std() / math.sqrt(len(held)), own.std() / math.sqrt(len(own)))),
+            "acceptance": self.acceptance,
+            "round_trips": float(state.chains.trips.double().mean()),
+        }
+        reference = _reference(network, ladder, self.dataset, len(state.chains), generator)
+        x, t = state.chains.x[None, :CHAINS], state.chains.t[None, :CHAINS]
+        if len(t[0].unique()) == ladder.levels:
+            constants = level_normalisers(network, x, t, ladder.levels, reference)
+            log_p, error = -float(held.mean() + constants.value[0]), float(constants.error[0])
+            if math.isfinite(error):
+                look |= {"log_density": log_p, "log_density_error": error}
+                if self.best is None or log_p > self.best[0]:
+                    self.best = (log_p, weights)
+                self.worse = self.worse + 1 if log_p < self.best[0] - error else 0
+        self.history.append(look)
+        if self.verbose:
+            print(", ".join(f"{k} {v:.4g}" for k, v in look.items()), flush=True)
+        return self.worse >= self.PATIENCE
+
+    def chosen(self, state: TrainingState, ladder: Ladder) -> Model:
+        """The model at the end, or at the best look if the end is worse."""
+        model = Model.from_training(self.config, self.dataset, state, ladder)
+        if self.worse and self.best is not None:
+            model.network.load_state_dict(self.best[1])
+        return model
+
+
+def _reference(
+    network: nn.Module, ladder: Ladder, dataset: Dataset, chains: int, generator: torch.Generator
+) -> Reference:
+    base: Any = network.base
+    return known_reference(base, ladder, dataset.train, DRAWS * min(CHAINS, chains), generator)
+
+
+def _normalise(model: Model, state: TrainingState, dataset: Dataset, seed: int) -> LogNormalisers:
+    """Give all levels of the model mass 1, as far as chains at fixed labels tell, and then measure with moving ones.
+
+    Chains go on from the persistent ones; some diffused rows are added at every level, so that none is empty.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    ladder, levels = model.ladder, model.ladder.levels
+    added = torch.arange(levels).repeat(4)
+    rows = torch.randint(len(dataset.train), (len(added),), generator=generator)
+    x = torch.cat([state.chains.x[:CHAINS], ladder.diffuse(dataset.train[rows], added, generator)])
+    start = Drawn(x, torch.cat([state.chains.t[:CHAINS], added]), 0)
+    reference = _reference(model.network, ladder, dataset, len(state.chains), generator)
+
+    def measure(sampler: Sampler, burn_in: int, count: int) -> LogNormalisers:
+        seen = snapshots(sampler, start, generator, burn_in, count, APART)
+        return level_normalisers(copy.deepcopy(model.network).double(), *seen, levels, reference)
+
+    rough = measure(model.sampler()._replace(move=stay), BURN_IN // 3, 1)
+    constant: Any = model.network.constant
+    with torch.no_grad():
+        constant += rough.value.to(constant)
+    return measure(model.sampler(), BURN_IN, SNAPSHOTS)
+
+
+def _profile_law(profiles: Floats) -> tuple[Floats, Floats]:
+    law = LedoitWolf().fit(profiles)
+    return law.location_, law.precision_
