@@ -34,8 +34,8 @@ def rank(count: int, fpr: float) -> int:
     k = math.floor(fpr * (count + 1) * (1 + 1e-12))  # .29 * 100 is 28.999999999999996
     if k < 1:
         raise InputError(
-            f"a false-alarm rate of fpr={fpr:g} needs at least {needed(fpr)} calibration points, and there are {count}: "
-            f"give fit more rows, or set fpr to {1 / (count + 1):.3g} or more"
+            f"a false-alarm rate of fpr={fpr:g} needs at least {needed(fpr)} calibration points, and there are "
+            f"{count}: give fit more rows, or set fpr to {1 / (count + 1):.3g} or more"
         )
     return k
 

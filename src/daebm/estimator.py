@@ -1,8 +1,8 @@
 """A scikit-learn estimator: a normalised density, samples, and decisions with a stated false-alarm rate.
 
-    detector = daebm.DAEBM(random_state=0).fit(X)
-    detector.log_density(X_new)  # nats, in the units of X
-    detector.predict(X_new)  # -1 for outliers; one in a hundred normal rows is flagged too
+detector = daebm.DAEBM(random_state=0).fit(X)
+detector.log_density(X_new)  # nats, in the units of X
+detector.predict(X_new)  # -1 for outliers; one in a hundred normal rows is flagged too
 """
 
 from __future__ import annotations
@@ -157,7 +157,10 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
         return float(self.log_density(X).mean())
 
     def p_values(self, X: Any) -> Floats:
-        """Conformal p-values: for a normal row below any alpha with probability at most alpha. Never below 1/(n + 1)."""
+        """Conformal p-values: of a normal row at most alpha with probability at most alpha, for any alpha.
+
+        With n calibration rows no p-value is below 1 / (n + 1).
+        """
         return conformal.p_values(self.calibration_scores_, self.score_samples(X))
 
     @property
@@ -291,10 +294,11 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
         """-inf where the model says nothing: another value in a constant column, or x beyond the range of floats."""
         return np.where(self.units_.impossible(x) | np.isnan(score), -np.inf, score.round(DECIMALS))
 
-    def _parts(self, x: Floats) -> tuple[Tensor, ...]:
+    def _parts(self, x: Floats) -> list[Tensor]:
         with np.errstate(over="ignore", invalid="ignore"):
             z = torch.from_numpy(self.units_.to_model(x))
-        return z.split(max(1, CHUNK // math.prod(self.units_.model_event)))
+        rows = max(1, CHUNK // math.prod(self.units_.model_event))
+        return [z[i : i + rows] for i in range(0, len(z), rows)]
 
     def _profile(self, z: Floats) -> Floats:
         """[U(z, t), log |grad U(z, t)|] at every level t, (n, 2 (T + 1))."""
@@ -316,13 +320,13 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
             )
         if last["acceptance"] < LEAST_ACCEPTANCE:
             found.append(
-                f"only {last['acceptance']:.0%} of the sampler's steps are accepted, so training followed poor samples: "
-                "take a larger budget, or scale columns that span many orders of magnitude by their logarithm"
+                f"only {last['acceptance']:.0%} of the sampler's steps are accepted, so training followed poor "
+                "samples: take a larger budget, or scale columns that span many orders of magnitude by their logarithm"
             )
         if last["round_trips"] < LEAST_TRIPS:
             found.append(
-                f"the chains made {last['round_trips']:.2g} trips over the noise levels, too few to weigh distant parts "
-                "of the data against each other: take a larger budget"
+                f"the chains made {last['round_trips']:.2g} trips over the noise levels, too few to weigh distant "
+                "parts of the data against each other: take a larger budget"
             )
         if self.log_normaliser_se_ > LARGEST_ERROR + 0.01 * dimension:
             found.append(
@@ -402,7 +406,7 @@ class Watch:
         }
         reference = _reference(network, ladder, self.dataset, len(state.chains), generator)
         x, t = state.chains.x[None, :CHAINS], state.chains.t[None, :CHAINS]
-        if len(t[0].unique()) == ladder.levels:
+        if bool((torch.bincount(t[0], minlength=ladder.levels) > 0).all()):
             constants = level_normalisers(network, x, t, ladder.levels, reference)
             log_p, error = -float(held.mean() + constants.value[0]), float(constants.error[0])
             if math.isfinite(error):

@@ -161,7 +161,10 @@ class Model:
         return (x - self.shift) / self.scale
 
     def save(
-        self, folder: str | Path, more_tensors: dict[str, Tensor] | None = None, more_facts: dict[str, Any] | None = None
+        self,
+        folder: str | Path,
+        more_tensors: dict[str, Tensor] | None = None,
+        more_facts: dict[str, Any] | None = None,
     ) -> None:
         """Write model.safetensors and model.json: weights, ladder and step sizes, without the training state.
 

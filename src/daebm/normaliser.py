@@ -156,7 +156,8 @@ def all_energies(energy: Energy, x: Tensor, levels: int, reference: Reference) -
     """U(x, t) of every point at every level and, last, under the reference; (n, levels + 1)."""
     rows = max(1, min(CHUNK // (levels * x[0].numel()), 1000))
     parts = []
-    for here in x.split(rows):
+    for i in range(0, len(x), rows):
+        here = x[i : i + rows]
         labels = torch.arange(levels, device=x.device).expand(len(here), -1)
         parts.append(torch.cat([label_energies(energy, here, labels), reference.energy(here).unsqueeze(1)], 1))
     return torch.cat(parts).cpu()

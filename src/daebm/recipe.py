@@ -77,7 +77,9 @@ def choose(z: Tensor, budget: str, floor: float | str, seed: int, settings: dict
 
 def _checked(floor: float | str) -> float:
     if isinstance(floor, bool) or not isinstance(floor, int | float | np.integer | np.floating) or not 0 <= floor < 0.9:
-        raise InputError(f"floor must be 'auto' or a noise sd from 0 up to 0.9, in units of the data's sd, got {floor!r}")
+        raise InputError(
+            f"floor must be 'auto' or a noise sd from 0 up to 0.9, in units of the data's sd, got {floor!r}"
+        )
     return float(floor)
 
 
