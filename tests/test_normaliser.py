@@ -177,7 +177,7 @@ def test_reference_is_normalised_and_exact(rows: int) -> None:
     ladder = Ladder.geometric(2, first_sd=0.1, top=3)
     reference = known_reference(DiffusedGaussian(data, ladder), ladder, data, 20_000, seeded(6))
     assert isinstance(reference, Reference)
-    line = torch.linspace(-9, 9, 601, dtype=torch.float64)
+    line = torch.linspace(-8, 9, 301, dtype=torch.float64)
     grid = torch.cartesian_prod(line, line)
     u = torch.cat([reference.energy(part) for part in grid.split(20_000)])
     log_area = 2 * math.log(float(line[1] - line[0]))
@@ -191,10 +191,10 @@ def test_reference_is_normalised_and_exact(rows: int) -> None:
 
 
 def test_reference_in_many_dimensions_is_the_gaussian() -> None:
-    data = torch.randn(300, 9, generator=seeded(7))
-    ladder = Ladder.geometric(9, floor=0.1)
+    data = torch.randn(300, 20, generator=seeded(7))
+    ladder = Ladder.geometric(20, floor=0.1)
     base = DiffusedGaussian(data, ladder)
     reference = known_reference(base, ladder, data, 100, seeded(8))
     t = torch.full((100,), ladder.top)
-    expected = base(reference.draws.float(), t) + 4.5 * math.log(2 * math.pi)
+    expected = base(reference.draws.float(), t) + 10 * math.log(2 * math.pi)
     torch.testing.assert_close(reference.energy(reference.draws).float(), expected, rtol=1e-4, atol=1e-3)

@@ -29,7 +29,7 @@ from daebm.data import Dataset
 from daebm.errors import CheckpointError, InputError
 from daebm.ladder import Ladder
 from daebm.model import Model, load
-from daebm.normaliser import LogNormalisers, Reference, known_reference, level_normalisers, snapshots
+from daebm.normaliser import KERNEL_DIMENSIONS, LogNormalisers, Reference, known_reference, level_normalisers, snapshots
 from daebm.samplers.langevin import energy_and_gradient
 from daebm.samplers.mgms import at_level, stay
 from daebm.sampling import Drawn, Sampler
@@ -41,7 +41,7 @@ SCORES = ("energy", "profile")
 CALIBRATION, LARGEST_CALIBRATION = 5, 1000  # one row in five is kept for calibration, up to so many
 VALIDATION, LARGEST_VALIDATION = 10, 500  # one row in ten is kept to watch training by
 CHAINS, BURN_IN, SNAPSHOTS, APART = 1000, 30, 15, 3  # of the normalising constant
-DRAWS = 4  # of the known density, for every chain
+LOOK_DRAWS, DRAWS = 4, 20  # of the known density, for every chain: during training, and after
 SAMPLE_VISITS = 8  # to level 0 before a chain is taken as a sample: the first one alone comes too early
 DECIMALS = 9  # of a score, in nats
 CHUNK = 1 << 17  # numbers per evaluation; bounds memory
@@ -404,7 +404,7 @@ class Watch:
             "acceptance": self.acceptance,
             "round_trips": float(state.chains.trips.double().mean()),
         }
-        reference = _reference(network, ladder, self.dataset, len(state.chains), generator)
+        reference = _reference(network, ladder, self.dataset, LOOK_DRAWS * min(CHAINS, len(state.chains)), generator)
         x, t = state.chains.x[None, :CHAINS], state.chains.t[None, :CHAINS]
         if bool((torch.bincount(t[0], minlength=ladder.levels) > 0).all()):
             constants = level_normalisers(network, x, t, ladder.levels, reference)
@@ -428,10 +428,10 @@ class Watch:
 
 
 def _reference(
-    network: nn.Module, ladder: Ladder, dataset: Dataset, chains: int, generator: torch.Generator
+    network: nn.Module, ladder: Ladder, dataset: Dataset, count: int, generator: torch.Generator
 ) -> Reference:
     base: Any = network.base
-    return known_reference(base, ladder, dataset.train, DRAWS * min(CHAINS, chains), generator)
+    return known_reference(base, ladder, dataset.train, count, generator)
 
 
 def _normalise(model: Model, state: TrainingState, dataset: Dataset, seed: int) -> LogNormalisers:
@@ -445,7 +445,9 @@ def _normalise(model: Model, state: TrainingState, dataset: Dataset, seed: int) 
     rows = torch.randint(len(dataset.train), (len(added),), generator=generator)
     x = torch.cat([state.chains.x[:CHAINS], ladder.diffuse(dataset.train[rows], added, generator)])
     start = Drawn(x, torch.cat([state.chains.t[:CHAINS], added]), 0)
-    reference = _reference(model.network, ladder, dataset, len(state.chains), generator)
+    few = math.prod(dataset.event) <= KERNEL_DIMENSIONS
+    count = (DRAWS if few else LOOK_DRAWS) * min(CHAINS, len(state.chains))
+    reference = _reference(model.network, ladder, dataset, count, generator)
 
     def measure(sampler: Sampler, burn_in: int, count: int) -> LogNormalisers:
         seen = snapshots(sampler, start, generator, burn_in, count, APART)

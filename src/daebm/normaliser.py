@@ -27,7 +27,7 @@ NEWTON_STEPS = 200  # a handful is usual; a ladder with gaps takes dozens
 TOLERANCE = 1e-8  # nats
 LEAST_SHARED = 1e-3  # of a point that two parts of the ladder could both have given; with less they are not connected
 CHUNK = 1 << 17  # numbers of points per evaluation; bounds memory
-KERNEL_DIMENSIONS = 4  # in more, kernels hardly overlap with what they came from
+KERNEL_DIMENSIONS = 16  # in more, kernels hardly overlap with what they came from
 KERNELS, NEIGHBOUR = 2000, 8  # at most so many, each as wide as its eighth neighbour is far
 
 
@@ -123,7 +123,7 @@ def known_reference(
 
     Half of it is the Gaussian that a level network starts from at level T. In few dimensions the other half is a sum
     of kernels around standardised ``rows`` (n, ...), each as wide as its neighbours are far, which level 0 resembles:
-    then the constant is found from both ends, and ten times more exactly.
+    then the constant is found from both ends, and several times more exactly.
     """
     event, dimension, top = rows.shape[1:], rows[0].numel(), ladder.top
     axes, precision, centre = base.axes.double(), base.precision[top].double(), base.centre[top].double()
