@@ -114,28 +114,31 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
         if not isinstance(self.score_by, str) or self.score_by not in SCORES:
             raise InputError(f"score_by must be one of {', '.join(SCORES)}, got {self.score_by!r}")
         x = self._validated(X, reset=True)
-        self.seed_ = int(check_random_state(self.random_state).randint(2**31 - 1))
-        rows = _split(len(x), self.fpr, self.seed_)
+        seed = int(check_random_state(self.random_state).randint(2**31 - 1))
+        rows = _split(len(x), self.fpr, seed)
         # The units too come from the training rows alone: calibration rows must be as strange to the model as new ones.
-        self.units_ = Units.of(x[rows.train])
-        z = torch.from_numpy(self.units_.to_model(x[rows.train])).float()
-        held = torch.from_numpy(self.units_.to_model(x[rows.validation])).float()
-        self.config_ = recipe.choose(z, self.budget, self.floor, self.seed_, self.settings)
-        if self.config_.method != "da" or not self.config_.network.startswith("level-"):
-            raise InputError("DAEBM trains method=da on network=level-mlp or level-resnet: take these out of settings")
+        units = Units.of(x[rows.train])
+        z, held = (torch.from_numpy(units.to_model(x[part])).float() for part in (rows.train, rows.validation))
+        config = recipe.choose(z, self.budget, self.floor, seed, self.settings)
         dataset = Dataset("X", z, held)
-        watch = Watch(self.config_, dataset, self.verbose)
-        state, ladder = train(self.config_, dataset, report=watch.note, stop=watch)
+        watch = Watch(config, dataset, self.verbose)
+        state, ladder = train(config, dataset, report=watch.note, stop=watch)
         model = watch.chosen(state, ladder)
-        constants = _normalise(model, state, dataset, self.seed_)
-        self.log_normaliser_, self.log_normaliser_se_ = float(constants.value[0]), float(constants.error[0])
-        self.history_, self.n_iter_ = watch.history, state.iteration
+        constants = _normalise(model, state, dataset, seed)
+
+        # Nothing is set before all has gone well: a fit that fails leaves no half of a model.
         self._use(model)
+        self.units_, self.seed_, self.config_ = units, seed, config
+        self.history_, self.n_iter_ = watch.history, state.iteration
+        self.log_normaliser_, self.log_normaliser_se_ = float(constants.value[0]), float(constants.error[0])
         self.profile_mean_, self.profile_precision_ = _profile_law(self._profile(z.double().numpy()))
         self.calibration_scores_ = np.sort(self._scores(x[rows.calibration]))
         for concern in self._concerns():
             warnings.warn(concern, ConvergenceWarning, stacklevel=2)
         return self
+
+    def __sklearn_is_fitted__(self) -> bool:
+        return hasattr(self, "calibration_scores_")
 
     def log_density(self, X: Any) -> Floats:
         """log p(x) in nats at the data's level, in the units of X; `log_normaliser_se_` is the error they share.
@@ -152,8 +155,7 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
         return self._scores(self._validated(X))
 
     def score(self, X: Any, y: Any = None) -> float:
-        """The mean log density of X, whatever ``score_by``: comparable with `KernelDensity` and `GaussianMixture`
-        (whose score is a mean too, where the former's is a sum)."""
+        """The mean log density of X, whatever ``score_by``; `GaussianMixture.score` is a mean too."""
         return float(self.log_density(X).mean())
 
     def p_values(self, X: Any) -> Floats:
@@ -311,7 +313,8 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
 
     def _concerns(self) -> list[str]:
         """What a user should know before trusting this fit, each with what to do."""
-        last, dimension = self.history_[-1], math.prod(self.units_.model_event)
+        last = next(look for look in reversed(self.history_) if look["chosen"])
+        dimension = math.prod(self.units_.model_event)
         found = []
         if last["gap"] - 2 * last["gap_error"] > LARGEST_GAP + GAP_PER_DIMENSION * dimension:
             found.append(
@@ -380,7 +383,7 @@ class Watch:
     dataset: Dataset
     verbose: int
     history: list[dict[str, Any]] = field(default_factory=list)
-    best: tuple[float, dict[str, Tensor]] | None = None  # log density, weights
+    best: tuple[float, dict[str, Any], dict[str, Tensor]] | None = None  # log density, the look, weights
     worse: int = 0  # looks in a row
     acceptance: float = math.nan  # of the latest steps
 
@@ -403,6 +406,7 @@ class Watch:
             "gap_error": float(math.hypot(held.std() / math.sqrt(len(held)), own.std() / math.sqrt(len(own)))),
             "acceptance": self.acceptance,
             "round_trips": float(state.chains.trips.double().mean()),
+            "chosen": False,
         }
         reference = _reference(network, ladder, self.dataset, LOOK_DRAWS * min(CHAINS, len(state.chains)), generator)
         x, t = state.chains.x[None, :CHAINS], state.chains.t[None, :CHAINS]
@@ -412,18 +416,21 @@ class Watch:
             if math.isfinite(error):
                 look |= {"log_density": log_p, "log_density_error": error}
                 if self.best is None or log_p > self.best[0]:
-                    self.best = (log_p, weights)
+                    self.best = (log_p, look, weights)
                 self.worse = self.worse + 1 if log_p < self.best[0] - error else 0
         self.history.append(look)
         if self.verbose:
-            print(", ".join(f"{k} {v:.4g}" for k, v in look.items()), flush=True)
+            print(", ".join(f"{k} {v:.4g}" for k, v in look.items() if k != "chosen"), flush=True)
         return self.worse >= self.PATIENCE
 
     def chosen(self, state: TrainingState, ladder: Ladder) -> Model:
         """The model at the end, or at the best look if the end is worse."""
         model = Model.from_training(self.config, self.dataset, state, ladder)
+        look = self.history[-1]
         if self.worse and self.best is not None:
-            model.network.load_state_dict(self.best[1])
+            _log_p, look, weights = self.best
+            model.network.load_state_dict(weights)
+        look["chosen"] = True
         return model
 
 

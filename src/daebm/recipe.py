@@ -20,6 +20,7 @@ from daebm.spacing import MINIMUM_NOISE_OVERLAP, noise_overlap
 BUDGETS = {"small": 800, "medium": 3000, "large": 10_000}  # iterations
 FEW_DIMENSIONS = 4  # up to here fine structure can be resolved, and level 0 can be the data themselves
 ROWS = 1000  # fewer rows than this take a share of the budget: they have less to say
+LARGEST_DIMENSION = 4096  # the data's own Gaussian has as many squared numbers
 LOOKS = 20  # at the held-out points during training
 
 
@@ -30,6 +31,11 @@ def choose(z: Tensor, budget: str, floor: float | str, seed: int, settings: dict
     if settings is not None and not isinstance(settings, dict):
         raise InputError(f"settings must be a dictionary of daebm.Config settings, got {type(settings).__name__}")
     rows, dimension = len(z), z[0].numel()
+    if dimension > LARGEST_DIMENSION:
+        raise InputError(
+            f"a row of X has {dimension} numbers, and at most {LARGEST_DIMENSION} are practical here: reduce it first, "
+            "by PCA or smaller images"
+        )
     iterations = max(30, round(BUDGETS[budget] * min(1, rows / ROWS)))
     values: dict[str, Any] = {
         "network": "level-mlp",
@@ -68,11 +74,17 @@ def choose(z: Tensor, budget: str, floor: float | str, seed: int, settings: dict
         }
     values["floor"] = _floor(z) if isinstance(floor, str) and floor == "auto" else _checked(floor)
     values["last_variance"] = _last_variance(z, float(values["floor"]), float(values["first_sd"]))
+    values |= {"seed": seed} | (settings or {})
     try:
-        return Config(experiment="own-data", preset="own", seed=seed, **(values | (settings or {})))
+        config = Config(**values)
     except TypeError as error:
         unknown = sorted(set(settings or {}) - set(Config.__dataclass_fields__))
         raise InputError(f"settings holds {unknown[0]!r}, which is no setting of daebm.Config") from error
+    if config.method != "da" or not config.network.startswith("level-") or config.device != "cpu":
+        raise InputError(
+            "DAEBM trains method=da on network=level-mlp or level-resnet with device=cpu: take others out of settings"
+        )
+    return config
 
 
 def _checked(floor: float | str) -> float:
