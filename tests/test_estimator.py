@@ -298,7 +298,7 @@ def test_training_ends_early_when_it_only_overfits() -> None:
 def test_recipe_follows_shape_and_size() -> None:
     few, many = torch.randn(5000, 2), torch.randn(300, 30)
     config = recipe.choose(few, "medium", "auto", 0)
-    assert config.floor == 0 and config.octaves == 4 and config.iterations == recipe.BUDGETS["medium"]
+    assert config.floor == 0 and config.octaves == 3 and config.iterations == recipe.BUDGETS["medium"]
     other = recipe.choose(many, "medium", "auto", 0)
     assert other.floor > 0 and other.octaves == 0 and other.iterations == pytest.approx(0.3 * config.iterations, abs=1)
     assert recipe.choose(few.round(), "small", "auto", 0).floor > 0  # repeated values are spikes

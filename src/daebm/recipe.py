@@ -17,7 +17,7 @@ from daebm.errors import InputError
 from daebm.ladder import Ladder
 from daebm.spacing import MINIMUM_NOISE_OVERLAP, noise_overlap
 
-BUDGETS = {"small": 800, "medium": 3000, "large": 10_000}  # iterations
+BUDGETS = {"small": 600, "medium": 2000, "large": 8000}  # iterations
 FEW_DIMENSIONS = 4  # up to here fine structure can be resolved, and level 0 can be the data themselves
 ROWS = 1000  # fewer rows than this take a share of the budget: they have less to say
 LARGEST_DIMENSION = 4096  # the data's own Gaussian has as many squared numbers
@@ -61,7 +61,7 @@ def choose(z: Tensor, budget: str, floor: float | str, seed: int, settings: dict
             "width": 48,
             "hidden": 3,
             "squares": 4,
-            "octaves": min(4, max(1, round(math.log10(rows)))),  # no detail finer than so many rows can tell
+            "octaves": min(4, max(1, round(math.log10(rows)) - 1)),  # finer detail is learned by heart, not from rows
             "top": 5,
             "first_sd": 0.01,
         }
