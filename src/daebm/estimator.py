@@ -40,8 +40,9 @@ from daebm.units import Floats, Units
 SCORES = ("energy", "profile")
 CALIBRATION, LARGEST_CALIBRATION = 5, 1000  # one row in five is kept for calibration, up to so many
 VALIDATION, LARGEST_VALIDATION = 10, 500  # one row in ten is kept to watch training by
-CHAINS, BURN_IN, SNAPSHOTS, APART = 1000, 30, 15, 3  # of the normalising constant
-LOOK_DRAWS, DRAWS = 4, 20  # of the known density, for every chain: during training, and after
+CHAINS, BURN_IN, SNAPSHOTS, APART = 2000, 30, 15, 3  # of the normalising constant, at most so many chains
+LOOK_CHAINS = 1000  # for a look during training
+LOOK_DRAWS, DRAWS = 4, 20  # of the known density, for every chain
 SAMPLE_VISITS = 8  # to level 0 before a chain is taken as a sample: the first one alone comes too early
 DECIMALS = 9  # of a score, in nats
 CHUNK = 1 << 17  # numbers per evaluation; bounds memory
@@ -408,8 +409,8 @@ class Watch:
             "round_trips": float(state.chains.trips.double().mean()),
             "chosen": False,
         }
-        reference = _reference(network, ladder, self.dataset, LOOK_DRAWS * min(CHAINS, len(state.chains)), generator)
-        x, t = state.chains.x[None, :CHAINS], state.chains.t[None, :CHAINS]
+        x, t = state.chains.x[None, :LOOK_CHAINS], state.chains.t[None, :LOOK_CHAINS]
+        reference = _reference(network, ladder, self.dataset, LOOK_DRAWS * t.shape[1], generator)
         if bool((torch.bincount(t[0], minlength=ladder.levels) > 0).all()):
             constants = level_normalisers(network, x, t, ladder.levels, reference)
             log_p, error = -float(held.mean() + constants.value[0]), float(constants.error[0])

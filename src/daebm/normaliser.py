@@ -28,6 +28,7 @@ TOLERANCE = 1e-8  # nats
 LEAST_SHARED = 1e-3  # of a point that two parts of the ladder could both have given; with less they are not connected
 CHUNK = 1 << 17  # numbers of points per evaluation; bounds memory
 KERNEL_DIMENSIONS = 16  # in more, kernels hardly overlap with what they came from
+KERNEL_SHARE = 0.85  # level 0 is what counts: level T is close to its Gaussian and needs few draws
 KERNELS, NEIGHBOUR = 2000, 8  # at most so many, each as wide as its eighth neighbour is far
 
 
@@ -121,8 +122,8 @@ def known_reference(
 ) -> Reference:
     """A density known exactly that overlaps both ends of the ladder, in float64.
 
-    Half of it is the Gaussian that a level network starts from at level T. In few dimensions the other half is a sum
-    of kernels around standardised ``rows`` (n, ...), each as wide as its neighbours are far, which level 0 resembles:
+    It is the Gaussian that a level network starts from at level T. In few dimensions it is for the most part a sum of
+    kernels around standardised ``rows`` (n, ...), each as wide as its neighbours are far, which level 0 resembles:
     then the constant is found from both ends, and several times more exactly.
     """
     event, dimension, top = rows.shape[1:], rows[0].numel(), ladder.top
@@ -141,15 +142,15 @@ def known_reference(
     weight = width.log() * dimension + math.log(len(z)) + dimension / 2 * LOG_2PI
 
     def energy(x: Tensor) -> Tensor:
-        square = torch.cdist(x.flatten(1), z, compute_mode="donot_use_mm_for_euclid_dist") / width
-        kernels = torch.logsumexp(-square.square() / 2 - weight, 1)
-        return math.log(2) - torch.logaddexp(gaussian_log(x), kernels)
+        away = torch.cdist(x.flatten(1), z, compute_mode="donot_use_mm_for_euclid_dist") / width
+        kernels = torch.logsumexp(-away.square() / 2 - weight, 1)
+        return -torch.logaddexp(gaussian_log(x) + math.log(1 - KERNEL_SHARE), kernels + math.log(KERNEL_SHARE))
 
     which = torch.randint(len(z), (count,), generator=generator)
     noise = torch.randn(count, dimension, generator=generator, dtype=z.dtype)
     kernel = z[which] + width[which].unsqueeze(1) * noise
-    first = torch.rand(count, 1, generator=generator) < 0.5
-    return Reference(energy, torch.where(first, gaussian, kernel).reshape(count, *event))
+    near_data = torch.rand(count, 1, generator=generator) < KERNEL_SHARE
+    return Reference(energy, torch.where(near_data, kernel, gaussian).reshape(count, *event))
 
 
 def all_energies(energy: Energy, x: Tensor, levels: int, reference: Reference) -> Tensor:

@@ -45,12 +45,12 @@ def choose(z: Tensor, budget: str, floor: float | str, seed: int, settings: dict
         "warm_up": iterations // 10,
         "clip": 100.0,
         "energy_penalty": 1e-4,
-        "average": 1 - min(0.1, 3 / iterations),  # over the last third or so, while the rate falls
+        "average": 0.999,
         "decay_start": 0.5,
         # Short bursts with a label move after each make most round trips for a gradient.
         "steps": 3,
         "bursts": 2,
-        "store": min(2000, max(200, 10 * rows)),
+        "store": min(2000, max(200, 2 * rows)),
         "step_size": 0.7,
         "adapt_every": max(1, min(50, iterations // 20)),
         "log_every": max(15, iterations // LOOKS),
@@ -68,7 +68,7 @@ def choose(z: Tensor, budget: str, floor: float | str, seed: int, settings: dict
     else:
         values |= {
             "width": 64 if dimension <= 32 else 128 if dimension <= 128 else 256,
-            "hidden": 2,
+            "hidden": 3,
             "first_sd": 0.05,
             "label_move": "block",
         }
