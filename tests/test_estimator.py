@@ -88,7 +88,7 @@ def test_decisions_and_p_values(fitted: DAEBM) -> None:
     np.testing.assert_array_equal(fitted.decision_function(fresh), scores - fitted.offset_)
     np.testing.assert_array_equal(fitted.predict(fresh) == -1, fitted.p_values(fresh) <= fitted.fpr + 1e-12)
     assert (fitted.predict(far) == -1).all()
-    low, high = daebm.conformal.false_alarm_rate(len(fitted.calibration_scores_), fitted.fpr, 0.9999)
+    low, high = daebm.conformal.false_alarm_rate(len(fitted.calibration_["energy"]), fitted.fpr, 0.9999)
     assert low - 0.02 < (fitted.predict(fresh) == -1).mean() < high + 0.02
 
 
@@ -174,7 +174,7 @@ def test_constant_columns_carry_no_density() -> None:
     assert (model.sample(4)[:, 1] == 7).all() and model.n_features_in_ == 3
     with_constant[0, 1] = 8
     assert model.log_density(with_constant)[0] == -np.inf and model.predict(with_constant)[0] == -1
-    assert model.p_values(with_constant)[0] == 1 / (1 + len(model.calibration_scores_))
+    assert model.p_values(with_constant)[0] == 1 / (1 + len(model.calibration_["energy"]))
 
 
 def test_profile() -> None:
@@ -185,7 +185,9 @@ def test_profile() -> None:
     assert (scores <= 0).all() and np.isfinite(scores).all()
     assert model.score_samples(far).max() < np.median(scores)
     assert (model.predict(far) == -1).all()
-    np.testing.assert_array_equal(model.log_density(x), quick().fit(x).log_density(x))
+    energy = quick().fit(x)
+    np.testing.assert_array_equal(model.log_density(x), energy.log_density(x))
+    np.testing.assert_array_equal(energy.set_params(score_by="profile").p_values(x), model.p_values(x))  # without a fit
     levels = model.model_.ladder.levels
     assert model.profile_mean_.shape == (2 * levels,)
 
@@ -263,7 +265,7 @@ def test_wild_points_have_an_answer(fitted: DAEBM) -> None:
     wild = np.array([[1e12, 0.0], [-1e200, 1e200], [1e308, -1e308], [100.0, 1e30]])
     for scores in (fitted.score_samples(wild), fitted.decision_function(wild)):
         assert not np.isnan(scores).any() and (scores < 0).all()
-    assert (fitted.p_values(wild) == 1 / (len(fitted.calibration_scores_) + 1)).all()
+    assert (fitted.p_values(wild) == 1 / (len(fitted.calibration_["energy"]) + 1)).all()
     with pytest.raises(InputError, match="n_samples must be a whole number"):
         fitted.sample(0)
 

@@ -32,7 +32,7 @@ from daebm.model import Model, load
 from daebm.normaliser import KERNEL_DIMENSIONS, LogNormalisers, Reference, known_reference, level_normalisers, snapshots
 from daebm.samplers.langevin import energy_and_gradient
 from daebm.samplers.mgms import at_level, stay
-from daebm.sampling import Drawn, Sampler
+from daebm.sampling import Drawn
 from daebm.state import TrainingState
 from daebm.training import train
 from daebm.units import Floats, Units
@@ -44,6 +44,8 @@ CHAINS, BURN_IN, SNAPSHOTS, APART = 2000, 30, 15, 3  # of the normalising consta
 LOOK_CHAINS = 1000  # for a look during training
 LOOK_DRAWS, DRAWS = 4, 20  # of the known density, for every chain
 SAMPLE_VISITS = 8  # to level 0 before a chain is taken as a sample: the first one alone comes too early
+# Streams of their own, beside the training's, which starts at the seed itself.
+LOOK_SEED, NORMALISER_SEED, SAMPLE_SEED = 50_000_017, 60_000_011, 70_000_027
 DECIMALS = 9  # of a score, in nats
 CHUNK = 1 << 17  # numbers per evaluation; bounds memory
 # Beyond these a fit says so. A gap is per dimension, as a Gaussian with d numbers a row has one that grows with d.
@@ -67,8 +69,8 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
         `GridSearchCV` needs, and scikit-learn demands that attribute and parameter share their name.)
     fpr : float
         False-alarm rate of `predict`: the share of normal rows that are flagged. It needs 1 / fpr - 1 rows for
-        calibration, which `fit` keeps apart; with fewer, `fit` warns and `predict` refuses. The rate can be changed
-        after fitting.
+        calibration, which `fit` keeps apart; with fewer, `fit` warns and `predict` refuses. Both this and ``score_by``
+        can be changed after fitting.
     budget : "small", "medium" or "large"
         Iterations of training; tables of fewer than 1,000 rows take a share of them.
     floor : "auto" or float
@@ -86,7 +88,7 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
     model_ : the trained `daebm.Model`, in standardised units
     log_normaliser_, log_normaliser_se_ : log of the integral of exp(-U) at level 0, and its standard error in nats
     offset_ : the score under which `predict` flags
-    calibration_scores_ : scores of the rows kept for calibration, sorted
+    calibration_ : sorted scores of the rows kept for calibration, of either kind of score
     history_ : a dictionary for every look during training: held-out log density, gap, acceptance, round trips
     """
 
@@ -112,8 +114,7 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
     def fit(self, X: Any, y: Any = None) -> DAEBM:
         """Train on X, find the normalising constant, and calibrate on rows that were kept apart; y is ignored."""
         conformal.check_rate(self.fpr)
-        if not isinstance(self.score_by, str) or self.score_by not in SCORES:
-            raise InputError(f"score_by must be one of {', '.join(SCORES)}, got {self.score_by!r}")
+        _kind(self.score_by)
         x = self._validated(X, reset=True)
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         rows = _split(len(x), self.fpr, seed)
@@ -133,13 +134,13 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
         self.history_, self.n_iter_ = watch.history, state.iteration
         self.log_normaliser_, self.log_normaliser_se_ = float(constants.value[0]), float(constants.error[0])
         self.profile_mean_, self.profile_precision_ = _profile_law(self._profile(z.double().numpy()))
-        self.calibration_scores_ = np.sort(self._scores(x[rows.calibration]))
+        self.calibration_ = {kind: np.sort(self._scores(x[rows.calibration], kind)) for kind in SCORES}
         for concern in self._concerns():
             warnings.warn(concern, ConvergenceWarning, stacklevel=2)
         return self
 
     def __sklearn_is_fitted__(self) -> bool:
-        return hasattr(self, "calibration_scores_")
+        return hasattr(self, "calibration_")
 
     def log_density(self, X: Any) -> Floats:
         """log p(x) in nats at the data's level, in the units of X; `log_normaliser_se_` is the error they share.
@@ -153,7 +154,7 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
     def score_samples(self, X: Any) -> Floats:
         """Larger is more normal: the log density, or minus the distance of the profile, as ``score_by`` says."""
         check_is_fitted(self)
-        return self._scores(self._validated(X))
+        return self._scores(self._validated(X), _kind(self.score_by))
 
     def score(self, X: Any, y: Any = None) -> float:
         """The mean log density of X, whatever ``score_by``; `GaussianMixture.score` is a mean too."""
@@ -164,13 +165,14 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
 
         With n calibration rows no p-value is below 1 / (n + 1).
         """
-        return conformal.p_values(self.calibration_scores_, self.score_samples(X))
+        scores = self.score_samples(X)
+        return conformal.p_values(self.calibration_[self.score_by], scores)
 
     @property
     def offset_(self) -> float:
         """The score under which a row is flagged."""
         check_is_fitted(self)
-        return conformal.threshold(self.calibration_scores_, self.fpr)
+        return conformal.threshold(self.calibration_[_kind(self.score_by)], self.fpr)
 
     def decision_function(self, X: Any) -> Floats:
         """`score_samples` minus `offset_`; negative is flagged."""
@@ -199,7 +201,11 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
         check_is_fitted(self)
         if isinstance(n_samples, bool) or not isinstance(n_samples, int | np.integer) or n_samples < 1:
             raise InputError(f"n_samples must be a whole number of at least 1, got {n_samples!r}")
-        seed = self.seed_ if random_state is None else int(check_random_state(random_state).randint(2**31 - 1))
+        seed = (
+            self.seed_ + SAMPLE_SEED
+            if random_state is None
+            else int(check_random_state(random_state).randint(2**31 - 1))
+        )
         return self.units_.to_user(self.model_.sample(int(n_samples), seed, SAMPLE_VISITS).astype(np.float64))
 
     @property
@@ -212,10 +218,10 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
         """Write model.safetensors and model.json, which `DAEBM.load` and, for the bare model, `daebm.load` read."""
         check_is_fitted(self)
         arrays = {name: getattr(self.units_, name) for name in ("varies", "shift", "scale")}
-        arrays |= {name: getattr(self, name + "_") for name in ("calibration_scores", "profile_mean")}
-        arrays["profile_precision"] = self.profile_precision_
+        arrays |= {f"calibration.{kind}": scores for kind, scores in self.calibration_.items()}
+        arrays |= {"profile_mean": self.profile_mean_, "profile_precision": self.profile_precision_}
         tensors = {f"estimator.{name}": torch.from_numpy(np.ascontiguousarray(v)) for name, v in arrays.items()}
-        parameters = self.get_params()
+        parameters = {k: v.item() if isinstance(v, np.generic) else v for k, v in self.get_params().items()}
         if not isinstance(parameters["random_state"], int | None):
             parameters["random_state"] = None  # a generator: what it gave is in seed_
         facts = {
@@ -242,7 +248,7 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
         array = {k.removeprefix("estimator."): v.numpy() for k, v in tensors.items() if k.startswith("estimator.")}
         self = cls(**facts["parameters"])
         self.units_ = Units(tuple(facts["event"]), array["varies"], array["shift"], array["scale"])
-        self.calibration_scores_ = array["calibration_scores"]
+        self.calibration_ = {kind: array[f"calibration.{kind}"] for kind in SCORES}
         self.profile_mean_, self.profile_precision_ = array["profile_mean"], array["profile_precision"]
         self.log_normaliser_, error = facts["log_normaliser"], facts["log_normaliser_se"]
         self.log_normaliser_se_ = math.inf if error is None else error
@@ -285,11 +291,9 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
         log_p = -energy - self.log_normaliser_ - self.units_.log_stretch
         return self._judged(x, log_p)
 
-    def _scores(self, x: Floats) -> Floats:
-        if self.score_by == "energy":
+    def _scores(self, x: Floats, kind: str) -> Floats:
+        if kind == "energy":
             return self._log_density(x)
-        if self.score_by != "profile":
-            raise InputError(f"score_by must be one of {', '.join(SCORES)}, got {self.score_by!r}")
         away = np.concatenate([self._profile(part.numpy()) for part in self._parts(x)]) - self.profile_mean_
         return self._judged(x, -np.einsum("ni,ij,nj->n", away, self.profile_precision_, away))
 
@@ -338,6 +342,12 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
                 "with each other but not with other models, or take a larger budget"
             )
         return found
+
+
+def _kind(score_by: Any) -> str:
+    if not isinstance(score_by, str) or score_by not in SCORES:
+        raise InputError(f"score_by must be one of {', '.join(SCORES)}, got {score_by!r}")
+    return score_by
 
 
 @dataclass(frozen=True, eq=False)
@@ -398,7 +408,7 @@ class Watch:
         network = Model.from_training(self.config, self.dataset, state, ladder).network
         weights = {name: value.clone() for name, value in network.state_dict().items()}
         network.double()
-        generator = torch.Generator().manual_seed(self.config.seed)  # the same reference at every look
+        generator = torch.Generator().manual_seed(self.config.seed + LOOK_SEED)  # the same draws at every look
         own = _energies(network, self.dataset.train[:LARGEST_VALIDATION].double())
         held = _energies(network, self.dataset.held_out.double())
         look = {
@@ -447,7 +457,7 @@ def _normalise(model: Model, state: TrainingState, dataset: Dataset, seed: int) 
 
     Chains go on from the persistent ones; some diffused rows are added at every level, so that none is empty.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed + NORMALISER_SEED)
     ladder, levels = model.ladder, model.ladder.levels
     added = torch.arange(levels).repeat(4)
     rows = torch.randint(len(dataset.train), (len(added),), generator=generator)
@@ -457,15 +467,16 @@ def _normalise(model: Model, state: TrainingState, dataset: Dataset, seed: int) 
     count = (DRAWS if few else LOOK_DRAWS) * min(CHAINS, len(state.chains))
     reference = _reference(model.network, ladder, dataset, count, generator)
 
-    def measure(sampler: Sampler, burn_in: int, count: int) -> LogNormalisers:
-        seen = snapshots(sampler, start, generator, burn_in, count, APART)
-        return level_normalisers(copy.deepcopy(model.network).double(), *seen, levels, reference)
+    def measure(x: Tensor, t: Tensor) -> LogNormalisers:
+        return level_normalisers(copy.deepcopy(model.network).double(), x, t, levels, reference)
 
-    rough = measure(model.sampler()._replace(move=stay), BURN_IN // 3, 1)
+    x, t = snapshots(model.sampler()._replace(move=stay), start, generator, BURN_IN, 1, APART)
     constant: Any = model.network.constant
     with torch.no_grad():
-        constant += rough.value.to(constant)
-    return measure(model.sampler(), BURN_IN, SNAPSHOTS)
+        constant += measure(x, t).value.to(constant)
+    # A level's constant does not change what its points are: those above count too, and no level is without any.
+    more_x, more_t = snapshots(model.sampler(), Drawn(x[-1], t[-1], 0), generator, BURN_IN, SNAPSHOTS, APART)
+    return measure(torch.cat([x, more_x]), torch.cat([t, more_t]))
 
 
 def _profile_law(profiles: Floats) -> tuple[Floats, Floats]:
