@@ -386,8 +386,8 @@ def _energies(network: nn.Module, z: Tensor, level: int = 0) -> Floats:
 class Watch:
     """Looks at held-out rows at every checkpoint: keeps the best weights, and ends training that only overfits.
 
-    The held-out log density is normalised by the persistent chains as they are. Rows and reference are the same at
-    every look, so two looks differ by less than the error of one: worse by that much is worse.
+    The held-out log density is normalised by the persistent chains as they are; worse is worse by two of its errors. A
+    smaller dip is left alone: the falling learning rate of the second half makes up for it.
     """
 
     config: Config
@@ -428,7 +428,7 @@ class Watch:
                 look |= {"log_density": log_p, "log_density_error": error}
                 if self.best is None or log_p > self.best[0]:
                     self.best = (log_p, look, weights)
-                self.worse = self.worse + 1 if log_p < self.best[0] - error else 0
+                self.worse = self.worse + 1 if log_p < self.best[0] - 2 * error else 0
         self.history.append(look)
         if self.verbose:
             print(", ".join(f"{k} {v:.4g}" for k, v in look.items() if k != "chosen"), flush=True)
