@@ -40,7 +40,7 @@ from daebm.units import Floats, Units
 SCORES = ("energy", "profile")
 CALIBRATION, LARGEST_CALIBRATION = 5, 1000  # one row in five is kept for calibration, up to so many
 VALIDATION, LARGEST_VALIDATION = 10, 500  # one row in ten is kept to watch training by
-CHAINS, BURN_IN, SNAPSHOTS, APART = 2000, 30, 15, 3  # of the normalising constant, at most so many chains
+CHAINS, BURN_IN, SNAPSHOTS, APART = 2000, 15, 15, 3  # of the normalising constant, at most so many chains
 LOOK_CHAINS = 1000  # for a look during training
 LOOK_DRAWS, DRAWS = 4, 20  # of the known density, for every chain
 SAMPLE_VISITS = 8  # to level 0 before a chain is taken as a sample: the first one alone comes too early
