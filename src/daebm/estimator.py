@@ -318,13 +318,13 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
 
     def _concerns(self) -> list[str]:
         """What a user should know before trusting this fit, each with what to do."""
-        last = next(look for look in reversed(self.history_) if look["chosen"])
+        last, chosen = self.history_[-1], next(look for look in reversed(self.history_) if look["chosen"])
         dimension = math.prod(self.units_.model_event)
         found = []
-        if last["gap"] - 2 * last["gap_error"] > LARGEST_GAP + GAP_PER_DIMENSION * dimension:
+        if chosen["gap"] - 2 * chosen["gap_error"] > LARGEST_GAP + GAP_PER_DIMENSION * dimension:
             found.append(
-                f"the training rows are {last['gap']:.2g} nats likelier than held-out ones, so the model knows them by "
-                f"heart: give more rows, a smaller budget, or a larger floor (now {self.floor_:g})"
+                f"the training rows are {chosen['gap']:.2g} nats likelier than held-out ones, so the model knows them "
+                f"by heart: give more rows, a smaller budget, or a larger floor (now {self.floor_:g})"
             )
         if last["acceptance"] < LEAST_ACCEPTANCE:
             found.append(
@@ -387,7 +387,8 @@ class Watch:
     """Looks at held-out rows at every checkpoint: keeps the best weights, and ends training that only overfits.
 
     The held-out log density is normalised by the persistent chains as they are; worse is worse by two of its errors. A
-    smaller dip is left alone: the falling learning rate of the second half makes up for it.
+    smaller dip is left alone, and so is the first third: a model of Gaussian data begins at its best, others begin with
+    a detour, and the falling learning rate of the second half makes up for much.
     """
 
     config: Config
@@ -432,7 +433,7 @@ class Watch:
         self.history.append(look)
         if self.verbose:
             print(", ".join(f"{k} {v:.4g}" for k, v in look.items() if k != "chosen"), flush=True)
-        return self.worse >= self.PATIENCE
+        return self.worse >= self.PATIENCE and state.iteration >= self.config.iterations / 3
 
     def chosen(self, state: TrainingState, ladder: Ladder) -> Model:
         """The model at the end, or at the best look if the end is worse."""
