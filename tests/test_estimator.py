@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning"),
     pytest.mark.filterwarnings("ignore:.*leave .* for calibration:UserWarning"),
 ]
-QUICK = {"iterations": 30, "checkpoint_every": 30, "log_every": 30, "warm_up": 5}
+QUICK = {"iterations": 30, "checkpoint_every": 30, "log_every": 30, "warm_up": 5, "width": 16, "hidden": 2}
 
 
 def quick(**parameters: Any) -> DAEBM:
@@ -53,7 +53,7 @@ def fitted() -> DAEBM:
 
 
 # A rate of 0.2, as most of these checks fit 10 to 60 rows, and 1 % cannot be calibrated on 20: `predict` refuses it.
-@parametrize_with_checks([DAEBM(fpr=0.2, budget="small")])
+@parametrize_with_checks([DAEBM(fpr=0.2, settings=QUICK)])
 def test_scikit_learn_contract(estimator: DAEBM, check: Any) -> None:
     check(estimator)
 
