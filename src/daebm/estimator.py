@@ -176,8 +176,7 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
 
     def decision_function(self, X: Any) -> Floats:
         """`score_samples` minus `offset_`; negative is flagged."""
-        offset = self.offset_  # first: it refuses without looking at X
-        return self.score_samples(X) - offset
+        return self.score_samples(X) - self.offset_
 
     def predict(self, X: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
         """-1 for rows with a p-value of at most ``fpr``, +1 for others."""
