@@ -5,7 +5,7 @@ import pytest
 from scipy.stats import beta, betabinom, binom
 from sklearn.mixture import GaussianMixture
 
-from daebm.conformal import check_rate, false_alarm_rate, needed, p_values, rank, threshold
+from daebm.conformal import check_rate, false_alarm_rate, least_rate, needed, p_values, rank, threshold
 from daebm.errors import InputError
 
 REPETITIONS = 200
@@ -40,6 +40,15 @@ def test_too_few_points_are_refused_with_what_to_do() -> None:
     for wrong in (0, 1, -0.1, np.nan, "0.1", None, True):
         with pytest.raises(InputError, match="false-alarm rate between 0 and 1"):
             check_rate(wrong)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="at least 1e-09"):
+        check_rate(5e-324)  # whose inverse is infinite
+
+
+@pytest.mark.parametrize("count", [1, 2, 6, 12, 98, 999, 1234])
+def test_the_rate_that_is_advised_works(count: int) -> None:
+    """Rounded up: 1 / 13 is .0769 to three digits, at which 12 points flag nothing."""
+    assert rank(count, least_rate(count)) == 1 and needed(least_rate(count)) <= count
+    assert least_rate(count) < 1.2 / (count + 1)
 
 
 def test_interval_of_the_realised_rate() -> None:

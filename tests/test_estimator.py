@@ -112,6 +112,34 @@ def test_too_few_rows_for_a_rate() -> None:
     assert set(model.set_params(fpr=0.1).predict(clusters(40))) <= {-1, 1}
 
 
+def test_four_rows_leave_two_to_train_on() -> None:
+    rows = _split(4, 0.34, 0)
+    assert [len(part) for part in (rows.train, rows.validation, rows.calibration)] == [2, 1, 1]
+
+
+def test_a_fit_that_fails_leaves_the_model_that_was_there() -> None:
+    x = clusters(80)
+    model = quick().fit(x)
+    before = model.log_density(x)
+    with pytest.raises(InputError, match="budget"):
+        model.set_params(budget="huge").fit(np.hstack([x, x]))
+    np.testing.assert_array_equal(model.log_density(x), before)
+    with pytest.raises(InputError, match="budget"):
+        (unfitted := quick(budget="huge")).fit(x)
+    assert not hasattr(unfitted, "n_features_in_")
+
+
+def test_calibration_rows_of_density_zero() -> None:
+    """A column that only calibration rows vary in: nothing is below -inf, so nothing is flagged, and nothing is NaN."""
+    x = np.insert(clusters(80), 1, 7.0, axis=1)
+    rows = _split(len(x), 0.1, quick().fit(x).seed_)
+    x[rows.calibration[:5], 1] = 8
+    model = quick(fpr=0.1).fit(x)
+    decisions = model.decision_function(x)
+    assert model.offset_ == -np.inf and not np.isnan(decisions).any() and (decisions >= 0).all()
+    np.testing.assert_array_equal(model.predict(x) == -1, model.p_values(x) <= 0.1)
+
+
 def test_fit_predict_says_that_it_judges_training_rows() -> None:
     with pytest.warns(UserWarning, match="rows that the model was trained on"):
         quick(fpr=0.2).fit_predict(clusters(60))
@@ -122,6 +150,8 @@ def test_inputs_of_every_kind_agree() -> None:
     expected = quick().fit(x)
     answer = expected.log_density(x[:5])
     np.testing.assert_array_equal(quick().fit(torch.from_numpy(x)).log_density(torch.from_numpy(x[:5])), answer)
+    coarse = torch.from_numpy(x).bfloat16()  # numpy has no such type
+    np.testing.assert_array_equal(expected.log_density(coarse), expected.log_density(coarse.double().numpy()))
     np.testing.assert_array_equal(quick().fit(x.tolist()).log_density(x[:5].tolist()), answer)
     assert answer.dtype == np.float64 and expected.sample(3).shape == (3, 2)
     np.testing.assert_array_equal(expected.sample(3), expected.sample(3))
@@ -216,6 +246,17 @@ def test_save_and_load(tmp_path: Path, score_by: str) -> None:
         DAEBM.load(tmp_path / "bare")
 
 
+def test_what_json_does_not_know_is_saved_too(tmp_path: Path) -> None:
+    """Tuples in settings, and an acceptance that no report came for before the first look."""
+    settings = QUICK | {"checkpoint_every": 10, "milestones": (0.5,)}
+    model = quick(settings=settings).fit(clusters(80))
+    assert math.isnan(model.history_[0]["acceptance"])
+    model.save(tmp_path)
+    again = DAEBM.load(tmp_path)
+    assert again.settings == settings and math.isnan(again.history_[0]["acceptance"])
+    again.fit(clusters(80))
+
+
 def test_pipeline_grid_search_and_clone() -> None:
     x = clusters(90)
     pipeline = make_pipeline(StandardScaler(), quick(fpr=0.2)).fit(x)
@@ -251,6 +292,8 @@ def test_parameters_that_make_no_sense(parameters: dict[str, Any], message: str)
         (np.ones((30, 2)), "every column of X is constant: there is nothing to learn"),
         (np.full((30, 2, 2), 3.0), "all pixels of X are equal"),
         (np.array([[1e300, 1.0], [-1e300, 2.0]] * 10), "column 0 of X holds values too large to square"),
+        (np.append(np.arange(29.0), 1e200)[:, None], "row 29 of X is too many sds away|column 0 of X holds values"),
+        (np.zeros((9, 0, 3)), "X must hold numbers"),
         (np.array([[1.0, np.nan]] * 9), "NaN"),
         (np.array([["a", "b"]] * 9), "could not convert"),
     ],
@@ -262,7 +305,7 @@ def test_data_that_cannot_be_learned(x: np.ndarray, message: str) -> None:
 
 def test_wild_points_have_an_answer(fitted: DAEBM) -> None:
     """Never NaN: what lies beyond the range of floats has density 0, and the least p-value."""
-    wild = np.array([[1e12, 0.0], [-1e200, 1e200], [1e308, -1e308], [100.0, 1e30]])
+    wild = np.array([[1e12, 0.0], [-1e200, 1e200], [1e308, -1e308], [100.0, 1e30], [1e150, 0.0]])
     for scores in (fitted.score_samples(wild), fitted.decision_function(wild)):
         assert not np.isnan(scores).any() and (scores < 0).all()
     assert (fitted.p_values(wild) == 1 / (len(fitted.calibration_["energy"]) + 1)).all()
@@ -286,7 +329,7 @@ def test_convergence_warnings_say_what_to_do() -> None:
 
 
 def test_training_ends_early_when_it_only_overfits() -> None:
-    """The held-out rows are of another world: after three worse looks training ends, and the best one is kept."""
+    """Few rows and a high rate: after three worse looks training ends, and the best one is kept."""
     rng = np.random.default_rng(1)
     x = rng.standard_normal((60, 2))
     heart = {"iterations": 600, "learning_rate": 0.01, "checkpoint_every": 20, "log_every": 20, "decay_start": 1.0}
@@ -313,6 +356,10 @@ def test_units_of_tables_and_images() -> None:
     assert units.varies.tolist() == [True, False, False]  # the last spread is rounding
     np.testing.assert_allclose(units.to_user(units.to_model(x))[:, 0], x[:, 0])
     assert units.impossible(np.array([[9.0, 5.0, 1e9], [1.0, 5.1, 1e9]])).tolist() == [False, True]
+    same = np.array([[0.1, 1.0, 1e-200], [0.1, 2.0, 2e-200], [0.1, 3.0, 5e-200]])
+    units = Units.of(same)
+    assert units.varies.tolist() == [False, True, False] and not units.impossible(same).any()
+    assert (units.to_user(units.to_model(same))[:, 0] == 0.1).all()  # a mean would be off in the last digit
     images = np.random.default_rng(0).normal(3, 2, (50, 4, 6))
     z = Units.of(images).to_model(images)
     assert z.shape == (50, 1, 4, 6) and abs(z.mean()) < 1e-9 and abs(z.std() - 1) < 1e-9

@@ -16,26 +16,36 @@ import numpy as np
 from daebm.errors import InputError
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
+LEAST_RATE = 1e-9  # no calibration set is that large, and 1 / fpr must stay a number
+ROUNDING = 1 + 1e-12  # .29 * 100 is 28.999999999999996
 
 
 def check_rate(fpr: float) -> None:
     if isinstance(fpr, bool) or not isinstance(fpr, int | float | np.integer | np.floating) or not 0 < fpr < 1:
         raise InputError(f"fpr must be a false-alarm rate between 0 and 1, such as 0.01, got {fpr!r}")
+    if fpr < LEAST_RATE:
+        raise InputError(f"fpr must be at least {LEAST_RATE:g}, got {fpr!r}")
 
 
 def needed(fpr: float) -> int:
     """How many calibration points can flag anything at all: 1 / fpr - 1."""
-    return math.ceil(1 / fpr - 1 - 1e-9)
+    return math.ceil(1 / (fpr * ROUNDING)) - 1
+
+
+def least_rate(count: int) -> float:
+    """The least false-alarm rate that n calibration points can flag at, 1 / (n + 1), rounded up to be typed."""
+    digits = len(str(count + 1)) + 1
+    return math.ceil(10.0**digits / (count + 1)) / 10.0**digits
 
 
 def rank(count: int, fpr: float) -> int:
-    """k = floor(fpr (n + 1)): a point is flagged that scores below the k lowest of n calibration points."""
+    """k = floor(fpr (n + 1)): a point is flagged that scores below the k-th lowest of n calibration points."""
     check_rate(fpr)
-    k = math.floor(fpr * (count + 1) * (1 + 1e-12))  # .29 * 100 is 28.999999999999996
+    k = math.floor(fpr * (count + 1) * ROUNDING)
     if k < 1:
         raise InputError(
             f"a false-alarm rate of fpr={fpr:g} needs at least {needed(fpr)} calibration points, and there are "
-            f"{count}: give fit more rows, or set fpr to {1 / (count + 1):.3g} or more"
+            f"{count}: give fit more rows, or set fpr to {least_rate(count):g} or more"
         )
     return k
 

@@ -113,6 +113,15 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
 
     def fit(self, X: Any, y: Any = None) -> DAEBM:
         """Train on X, find the normalising constant, and calibrate on rows that were kept apart; y is ignored."""
+        before = dict(self.__dict__)
+        try:
+            return self._fit(X)
+        except BaseException:  # a fit that fails leaves what there was before it, not half of a model
+            self.__dict__.clear()
+            self.__dict__.update(before)
+            raise
+
+    def _fit(self, X: Any) -> DAEBM:
         conformal.check_rate(self.fpr)
         _kind(self.score_by)
         x = self._validated(X, reset=True)
@@ -120,6 +129,7 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
         rows = _split(len(x), self.fpr, seed)
         # The units too come from the training rows alone: calibration rows must be as strange to the model as new ones.
         units = Units.of(x[rows.train])
+        _check_range(units, x)
         z, held = (torch.from_numpy(units.to_model(x[part])).float() for part in (rows.train, rows.validation))
         config = recipe.choose(z, self.budget, self.floor, seed, self.settings)
         dataset = Dataset("X", z, held)
@@ -128,15 +138,14 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
         model = watch.chosen(state, ladder)
         constants = _normalise(model, state, dataset, seed)
 
-        # Nothing is set before all has gone well: a fit that fails leaves no half of a model.
         self._use(model)
         self.units_, self.seed_, self.config_ = units, seed, config
         self.history_, self.n_iter_ = watch.history, state.iteration
         self.log_normaliser_, self.log_normaliser_se_ = float(constants.value[0]), float(constants.error[0])
-        self.profile_mean_, self.profile_precision_ = _profile_law(self._profile(z.double().numpy()))
+        self.profile_mean_, self.profile_precision_ = _profile_law(self._profiles(x[rows.train]))
         self.calibration_ = {kind: np.sort(self._scores(x[rows.calibration], kind)) for kind in SCORES}
         for concern in self._concerns():
-            warnings.warn(concern, ConvergenceWarning, stacklevel=2)
+            warnings.warn(concern, ConvergenceWarning, stacklevel=3)
         return self
 
     def __sklearn_is_fitted__(self) -> bool:
@@ -176,7 +185,10 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
 
     def decision_function(self, X: Any) -> Floats:
         """`score_samples` minus `offset_`; negative is flagged."""
-        return self.score_samples(X) - self.offset_
+        scores, offset = self.score_samples(X), self.offset_
+        if math.isinf(offset):  # so many calibration rows have density 0 that nothing is below
+            return np.where(scores > offset, np.inf, 0.0)
+        return scores - offset
 
     def predict(self, X: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
         """-1 for rows with a p-value of at most ``fpr``, +1 for others."""
@@ -227,11 +239,11 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
             "parameters": parameters,
             "event": list(self.units_.event),
             "log_normaliser": self.log_normaliser_,
-            # JSON has no infinity.
+            # JSON has neither infinity nor NaN.
             "log_normaliser_se": self.log_normaliser_se_ if math.isfinite(self.log_normaliser_se_) else None,
             "seed": self.seed_,
             "iterations": self.n_iter_,
-            "history": self.history_,
+            "history": [{k: v if math.isfinite(v) else None for k, v in look.items()} for look in self.history_],
             "n_features_in": self.n_features_in_,
             "feature_names": [str(name) for name in getattr(self, "feature_names_in_", [])],
         }
@@ -244,6 +256,8 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
         if "estimator" not in everything:
             raise CheckpointError(f"{folder} holds a model but no estimator: read it with daebm.load")
         facts = everything["estimator"]
+        if settings := facts["parameters"]["settings"]:  # JSON has no tuples, and settings no lists
+            facts["parameters"]["settings"] = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
         array = {k.removeprefix("estimator."): v.numpy() for k, v in tensors.items() if k.startswith("estimator.")}
         self = cls(**facts["parameters"])
         self.units_ = Units(tuple(facts["event"]), array["varies"], array["shift"], array["scale"])
@@ -251,7 +265,8 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
         self.profile_mean_, self.profile_precision_ = array["profile_mean"], array["profile_precision"]
         self.log_normaliser_, error = facts["log_normaliser"], facts["log_normaliser_se"]
         self.log_normaliser_se_ = math.inf if error is None else error
-        self.seed_, self.n_iter_, self.history_ = facts["seed"], facts["iterations"], facts["history"]
+        self.seed_, self.n_iter_ = facts["seed"], facts["iterations"]
+        self.history_ = [{k: math.nan if v is None else v for k, v in look.items()} for look in facts["history"]]
         self.n_features_in_ = facts["n_features_in"]
         if facts["feature_names"]:
             self.feature_names_in_ = np.array(facts["feature_names"], dtype=object)
@@ -268,7 +283,8 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
     def _validated(self, X: Any, reset: bool = False) -> Floats:
         """Rows or images as float64, of the shape that was fitted."""
         if isinstance(X, Tensor):
-            X = X.detach().cpu().numpy()
+            X = X.detach().cpu()
+            X = (X.double() if X.is_floating_point() else X).numpy()  # numpy has no bfloat16
         image = getattr(X, "ndim", 2) in (3, 4)
         # Two training rows, one for calibration and one to watch by are the least there can be.
         x: Floats = validate_data(
@@ -280,6 +296,8 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
             ensure_2d=not image,
             ensure_min_samples=4 if reset else 1,
         )
+        if x[0].size == 0:
+            raise InputError(f"X must hold numbers, got shape {x.shape}")
         if not reset and x.shape[1:] != self.units_.event:
             shape = ", ".join(map(str, self.units_.event))
             raise InputError(f"X must have shape (n, {shape}), as in fit, got {x.shape}")
@@ -293,12 +311,13 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
     def _scores(self, x: Floats, kind: str) -> Floats:
         if kind == "energy":
             return self._log_density(x)
-        away = np.concatenate([self._profile(part.numpy()) for part in self._parts(x)]) - self.profile_mean_
+        away = self._profiles(x) - self.profile_mean_
         return self._judged(x, -np.einsum("ni,ij,nj->n", away, self.profile_precision_, away))
 
     def _judged(self, x: Floats, score: Floats) -> Floats:
         """-inf where the model says nothing: another value in a constant column, or x beyond the range of floats."""
-        return np.where(self.units_.impossible(x) | np.isnan(score), -np.inf, score.round(DECIMALS))
+        with np.errstate(over="ignore"):
+            return np.where(self.units_.impossible(x) | np.isnan(score), -np.inf, score.round(DECIMALS))
 
     def _parts(self, x: Floats) -> list[Tensor]:
         with np.errstate(over="ignore", invalid="ignore"):
@@ -306,12 +325,15 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
         rows = max(1, CHUNK // math.prod(self.units_.model_event))
         return [z[i : i + rows] for i in range(0, len(z), rows)]
 
-    def _profile(self, z: Floats) -> Floats:
-        """[U(z, t), log |grad U(z, t)|] at every level t, (n, 2 (T + 1))."""
+    def _profiles(self, x: Floats) -> Floats:
+        """[U(z, t), log |grad U(z, t)|] of every row at every level t, (n, 2 (T + 1))."""
+        return np.concatenate([self._profile(part) for part in self._parts(x)])
+
+    def _profile(self, z: Tensor) -> Floats:
         columns = []
         for level in range(self.model_.ladder.levels):
             t = torch.full((len(z),), level)
-            u, slope = energy_and_gradient(at_level(self._energy, t), torch.from_numpy(z))
+            u, slope = energy_and_gradient(at_level(self._energy, t), z)
             columns += [u, slope.flatten(1).norm(dim=1).clamp(min=1e-12).log()]
         return torch.stack(columns, 1).numpy()
 
@@ -360,19 +382,29 @@ def _split(count: int, fpr: float, seed: int) -> _Rows:
     """Rows to train on, to watch training by, and to calibrate on; the last as many as ``fpr`` needs, up to half."""
     calibration = max(1, min(count // CALIBRATION, LARGEST_CALIBRATION))
     needed = conformal.needed(fpr)
-    if needed <= count // 2:
+    if needed <= min(count // 2, count - 3):  # two to train on and one to watch by are left
         calibration = max(calibration, needed)
-    elif calibration < needed:
+    elif calibration < needed:  # said where fit was called: _split, _fit, fit
         warnings.warn(
             f"{count} rows leave {calibration} for calibration and fpr={fpr:g} needs {needed}: predict will refuse; "
-            f"give {2 * needed} rows or more, or set fpr to {1 / (calibration + 1):.2g} or more",
+            f"give {max(2 * needed, needed + 3)} rows or more, or set fpr to {conformal.least_rate(calibration):g} or "
+            "more",
             UserWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
     validation = max(1, min(count // VALIDATION, LARGEST_VALIDATION))
     order = np.random.default_rng(seed).permutation(count)
     first, second = calibration, calibration + validation
     return _Rows(order[second:], order[first:second], order[:first])
+
+
+def _check_range(units: Units, x: Floats) -> None:
+    with np.errstate(over="ignore", invalid="ignore"):
+        wild = ~np.isfinite(units.to_model(x).astype(np.float32)).reshape(len(x), -1).all(1)
+    if wild.any():
+        raise InputError(
+            f"row {int(np.flatnonzero(wild)[0])} of X is too many sds away from the others for float32: remove it"
+        )
 
 
 def _energies(network: nn.Module, z: Tensor, level: int = 0) -> Floats:

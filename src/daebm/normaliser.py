@@ -62,7 +62,7 @@ def log_normalisers(u: Tensor, state: Tensor, chain: Tensor) -> LogNormalisers:
     def objective(b: Tensor) -> Tensor:
         return torch.logsumexp(b - u, 1).sum() - count @ b
 
-    # From the counts alone the way can be long: neighbours first, by Bennett's ratio, where states are in order.
+    # From the counts alone the way can be long: begin with ratios of neighbours, for states come in order.
     b = count.log() - _neighbour_start(u, state)
     loss = objective(b)
     for _ in range(NEWTON_STEPS):

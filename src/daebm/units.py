@@ -13,6 +13,7 @@ from daebm.errors import InputError
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 # Spread below this share of a column's size is rounding, not variation: float64 carries 16 digits, tables fewer.
 CONSTANT = 1e-9
+SMALLEST = 1e-150  # a spread whose square underflows cannot be divided by
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,12 +40,12 @@ class Units:
             column = int(np.flatnonzero(~(np.isfinite(shift) & np.isfinite(scale) & np.isfinite(spread)))[0])
             where = f"column {column} of X" if table else "X"
             raise InputError(f"{where} holds values too large to square in float64: rescale it")
-        # A spread whose square underflows cannot be divided by.
-        varies = (spread > CONSTANT * np.abs(columns).max(0)) & (scale > 1e-150)
+        varies = (spread > CONSTANT * np.abs(columns).max(0)) & (scale > SMALLEST)
         if not varies.any():
             what = "every column of X is constant" if table else "all pixels of X are equal"
             raise InputError(f"{what}: there is nothing to learn, give rows that differ")
-        return cls(tuple(x.shape[1:]), varies, shift, np.where(varies, scale, 1.0))
+        # The mean of equal values is off in the last digit.
+        return cls(tuple(x.shape[1:]), varies, np.where(varies, shift, columns[0]), np.where(varies, scale, 1.0))
 
     @property
     def table(self) -> bool:
@@ -81,5 +82,8 @@ class Units:
         if not self.table:
             return np.zeros(len(x), dtype=bool)
         there, own = x[:, ~self.varies], self.shift[~self.varies]
-        off: np.ndarray[Any, np.dtype[np.bool_]] = (np.abs(there - own) > 10 * CONSTANT * np.abs(own)).any(1)
+        # Ten times what passes for constant in `of`; a spread is at most sqrt(2 n) times an sd.
+        near = np.maximum(10 * CONSTANT * np.abs(own), 1e10 * SMALLEST)
+        with np.errstate(over="ignore"):
+            off: np.ndarray[Any, np.dtype[np.bool_]] = (np.abs(there - own) > near).any(1)
         return off
