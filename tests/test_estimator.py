@@ -101,6 +101,22 @@ def test_no_calibration_row_was_trained_on() -> None:
     assert len(_split(100_000, 0.01, 0).calibration) == 1000
 
 
+def test_calibration_rows_change_nothing_but_calibration() -> None:
+    """Neither units nor weights nor the normalising constant nor the law of profiles has seen them."""
+    x = clusters(80)
+    model = quick().fit(x)
+    rows = _split(len(x), model.fpr, model.seed_).calibration
+    np.testing.assert_array_equal(model.calibration_["energy"], np.sort(model.log_density(x[rows])))
+    moved = x.copy()
+    moved[rows] = 2 * moved[rows] + 1
+    other = quick().fit(moved)
+    for score_by in ("energy", "profile"):
+        model.set_params(score_by=score_by)
+        other.set_params(score_by=score_by)
+        np.testing.assert_array_equal(other.score_samples(x), model.score_samples(x))
+        np.testing.assert_array_equal(other.calibration_[score_by], np.sort(model.score_samples(moved[rows])))
+
+
 def test_too_few_rows_for_a_rate() -> None:
     """Said before training; p-values are there all the same, and another rate can be set without a new fit."""
     with pytest.warns(UserWarning, match="60 rows leave 12 for calibration and fpr=0.01 needs 99: predict will refuse"):
