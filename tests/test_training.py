@@ -25,6 +25,7 @@ from daebm.data import Dataset
 from daebm.engine import Engine
 from daebm.errors import InputError
 from daebm.experiments import gaussian_1d
+from daebm.ladder import Ladder
 from daebm.methods import METHODS, Negatives, draw_negatives
 from daebm.runs import matched_iterations
 from daebm.state import CHECKPOINT, STATE, TrainingState, build_ladder, start
@@ -218,6 +219,21 @@ def test_a_warm_up_without_rejections_does_not_adapt():
     config = small("da", adapt_every=1, reject_from=20)
     state, _ladder = train(config, DATA)
     assert torch.equal(state.steps.sigma, begun(config).steps.sigma)
+
+
+def test_training_ends_where_it_is_told_to():
+    """Asked at every checkpoint; until then it is the same run."""
+    asked: list[int] = []
+
+    def stop(state: TrainingState, ladder: Ladder) -> bool:
+        asked.append(state.iteration)
+        return state.iteration == 10
+
+    state, ladder = train(small("da"), DATA, stop=stop)
+    assert asked == [5, 10] and state.iteration == 10 and ladder.top == 3
+    alike, _ladder = train(small("da"), DATA, stop=lambda state, ladder: state.iteration >= 10)
+    for name, value in tensors_of(state).items():
+        assert torch.equal(value, tensors_of(alike)[name])
 
 
 def test_a_batch_larger_than_the_data_is_refused():

@@ -3,6 +3,8 @@
 A `Ladder` of noise levels, an energy U(x, t) on it, exact samplers that move (x, t), and one training loop.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from daebm.config import Config
 from daebm.data import Dataset
 from daebm.errors import CheckpointError, DaebmError, DivergenceError, InputError
@@ -16,6 +18,9 @@ from daebm.samplers.mgms import block, full, local, transition
 from daebm.spacing import neighbour_acceptance, overlapping, respaced
 from daebm.targets import Gaussian, LabelledLadder, Mixture, Skewed
 from daebm.training import train
+
+if TYPE_CHECKING:
+    from daebm.estimator import DAEBM
 
 __version__ = "0.1.0"
 
@@ -47,8 +52,18 @@ __all__ = [
     "train",
     "Model",
     "load",
+    "DAEBM",
     "DaebmError",
     "InputError",
     "CheckpointError",
     "DivergenceError",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The estimator brings scikit-learn with it, whose import takes as long as all the rest: only when asked for."""
+    if name == "DAEBM":
+        from daebm.estimator import DAEBM
+
+        return DAEBM
+    raise AttributeError(f"module 'daebm' has no attribute {name!r}")

@@ -160,16 +160,25 @@ class Model:
     def standardise(self, x: Tensor) -> Tensor:
         return (x - self.shift) / self.scale
 
-    def save(self, folder: str | Path) -> None:
-        """Write model.safetensors and model.json: weights, ladder and step sizes, without the training state."""
-        tensors = {f"network.{k}": v for k, v in self.network.state_dict().items()}
+    def save(
+        self,
+        folder: str | Path,
+        more_tensors: dict[str, Tensor] | None = None,
+        more_facts: dict[str, Any] | None = None,
+    ) -> None:
+        """Write model.safetensors and model.json: weights, ladder and step sizes, without the training state.
+
+        Who builds on a model puts ``more`` into the same file, so that the whole is written in one step.
+        """
+        tensors = (more_tensors or {}) | {f"network.{k}": v for k, v in self.network.state_dict().items()}
         tensors |= {
             "ladder.abar": self.ladder.abar,
             "ladder.variance": self.ladder.variance,
             "sigma": self.sigma,
         }
         data = {"event": list(self.event), "shift": self.shift, "scale": self.scale}
-        checkpoint.write(Path(folder), "model", tensors, {"config": self.config.to_json(), "data": data})
+        facts = {"config": self.config.to_json(), "data": data} | (more_facts or {})
+        checkpoint.write(Path(folder), "model", tensors, facts)
 
     def _points(self, x: Array) -> Tensor:
         if isinstance(x, Tensor):

@@ -76,10 +76,12 @@ def train(
     resume: bool = False,
     report: Callable[[dict[str, Any]], None] = lambda metrics: None,
     network: nn.Module | None = None,
+    stop: Callable[[TrainingState, Ladder], bool] = lambda state, ladder: False,
 ) -> tuple[TrainingState, Ladder]:
     """Train to the end of the budget; ``report`` gets the metrics every ``log_every`` iterations.
 
-    ``network`` is an energy U(x, t) of your own on standardised x, in place of the one the config names.
+    ``network`` is an energy U(x, t) of your own on standardised x, in place of the one the config names. ``stop`` is
+    asked at every checkpoint whether to end early; it must leave the state as it is.
 
     With a folder, checkpoints go to ``folder/checkpoint`` and metrics to ``folder/metrics.jsonl``, and ``resume``
     continues from there bit for bit. Without one the guard rolls back to a copy in memory.
@@ -155,6 +157,8 @@ def train(
         if due:
             say_refused(check_precision(setup))
             saved.save(state)
+            if stop(state, setup.ladder):
+                break
     return state, setup.ladder
 
 

@@ -162,6 +162,11 @@ def local(top: int) -> LabelMove:
     return move
 
 
+def stay(energy: Energy, x: Tensor, t: Tensor, generator: torch.Generator | None) -> LabelInfo:
+    """No move at all, for steps at fixed levels."""
+    return LabelInfo(x, t, torch.zeros_like(t))
+
+
 def label_move(name: str, top: int, size: int) -> LabelMove:
     """The label move called ``full``, ``block`` or ``carry`` (of ``size`` labels), or ``local``."""
     if name == "block" and size > top:

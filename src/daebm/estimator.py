@@ -1,0 +1,520 @@
+"""A scikit-learn estimator: a normalised density, samples, and decisions with a stated false-alarm rate.
+
+detector = daebm.DAEBM(random_state=0).fit(X)
+detector.log_density(X_new)  # nats, in the units of X
+detector.predict(X_new)  # -1 for outliers; one in a hundred normal rows is flagged too
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.base import BaseEstimator, OutlierMixin
+from sklearn.covariance import LedoitWolf
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.utils import check_random_state
+from sklearn.utils.validation import check_is_fitted, validate_data
+from torch import Tensor, nn
+
+from daebm import checkpoint, conformal, recipe
+from daebm.config import Config
+from daebm.data import Dataset
+from daebm.errors import CheckpointError, InputError
+from daebm.ladder import Ladder
+from daebm.model import Model, load
+from daebm.normaliser import KERNEL_DIMENSIONS, LogNormalisers, Reference, known_reference, level_normalisers, snapshots
+from daebm.samplers.langevin import energy_and_gradient
+from daebm.samplers.mgms import at_level, stay
+from daebm.sampling import Drawn
+from daebm.state import TrainingState
+from daebm.training import train
+from daebm.units import Floats, Units
+
+SCORES = ("energy", "profile")
+CALIBRATION, LARGEST_CALIBRATION = 5, 1000  # one row in five is kept for calibration, up to so many
+VALIDATION, LARGEST_VALIDATION = 10, 500  # one row in ten is kept to watch training by
+CHAINS, BURN_IN, SNAPSHOTS, APART = 2000, 15, 15, 3  # of the normalising constant, at most so many chains
+LOOK_CHAINS = 1000  # for a look during training
+LOOK_DRAWS, DRAWS = 4, 20  # of the known density, for every chain
+SAMPLE_VISITS = 8  # to level 0 before a chain is taken as a sample: the first one alone comes too early
+# Streams of their own, beside the training's, which starts at the seed itself.
+LOOK_SEED, NORMALISER_SEED, SAMPLE_SEED = 50_000_017, 60_000_011, 70_000_027
+DECIMALS = 9  # of a score, in nats
+CHUNK = 1 << 17  # numbers per evaluation; bounds memory
+# Beyond these a fit says so. A gap is per dimension, as a Gaussian with d numbers a row has one that grows with d.
+LARGEST_GAP, GAP_PER_DIMENSION = 0.2, 0.05  # nats
+LEAST_ACCEPTANCE, LEAST_TRIPS, LARGEST_ERROR = 0.4, 1.0, 0.1
+
+
+class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
+    """Density and outliers of a numeric table (n, d) or of images (n, h, w) or (n, c, h, w).
+
+    Larger scores are more normal. Numpy arrays, torch tensors and pandas frames go in, numpy arrays come out, in the
+    units of X. Columns are standardised inside; columns with a single value are left out of the density, and a row
+    with another value there has density 0.
+
+    Parameters
+    ----------
+    score_by : "energy" or "profile"
+        What `score_samples` returns: the log density at the data's level, or minus the squared Mahalanobis distance
+        (Ledoit-Wolf) of the energies and the logarithms of their slopes at all noise levels from those of the
+        training rows. (Not called ``score``: an attribute of that name would hide the method `score`, which
+        `GridSearchCV` needs, and scikit-learn demands that attribute and parameter share their name.)
+    fpr : float
+        False-alarm rate of `predict`: the share of normal rows that are flagged. It needs 1 / fpr - 1 rows for
+        calibration, which `fit` keeps apart; with fewer, `fit` warns and `predict` refuses. Both this and ``score_by``
+        can be changed after fitting.
+    budget : "small", "medium" or "large"
+        Iterations of training; tables of fewer than 1,000 rows take a share of them.
+    floor : "auto" or float
+        Noise that is added to the data at the lowest level, in sds of the data. The density is that of the noisy data
+        then. "auto" takes none in up to four dimensions if values do not repeat, and a little otherwise (`floor_`).
+    settings : dict or None
+        Any settings of `daebm.Config`, to overrule the ones chosen from the shape and size of X (`config_`).
+    random_state : int, RandomState or None
+        Two fits with the same number, data and number of threads agree bit for bit.
+    verbose : int
+        1 prints a line for every look at the held-out rows.
+
+    Attributes
+    ----------
+    model_ : the trained `daebm.Model`, in standardised units
+    log_normaliser_, log_normaliser_se_ : log of the integral of exp(-U) at level 0, and its standard error in nats
+    offset_ : the score under which `predict` flags
+    calibration_ : sorted scores of the rows kept for calibration, of either kind of score
+    history_ : a dictionary for every look during training: held-out log density, gap, acceptance, round trips
+    """
+
+    def __init__(
+        self,
+        *,
+        score_by: str = "energy",
+        fpr: float = 0.01,
+        budget: str = "medium",
+        floor: float | str = "auto",
+        settings: dict[str, Any] | None = None,
+        random_state: Any = None,
+        verbose: int = 0,
+    ) -> None:
+        self.score_by = score_by
+        self.fpr = fpr
+        self.budget = budget
+        self.floor = floor
+        self.settings = settings
+        self.random_state = random_state
+        self.verbose = verbose
+
+    def fit(self, X: Any, y: Any = None) -> DAEBM:
+        """Train on X, find the normalising constant, and calibrate on rows that were kept apart; y is ignored."""
+        before = dict(self.__dict__)
+        try:
+            with torch.inference_mode(False), torch.enable_grad():  # whatever the caller has switched off
+                return self._fit(X)
+        except BaseException:  # a fit that fails leaves what there was before it, not half of a model
+            self.__dict__.clear()
+            self.__dict__.update(before)
+            raise
+
+    def _fit(self, X: Any) -> DAEBM:
+        conformal.check_rate(self.fpr)
+        _kind(self.score_by)
+        x = self._validated(X, reset=True)
+        seed = int(check_random_state(self.random_state).randint(2**31 - 1))
+        rows = _split(len(x), self.fpr, seed)
+        # The units too come from the training rows alone: calibration rows must be as strange to the model as new ones.
+        units = Units.of(x[rows.train])
+        _check_range(units, x)
+        z, held = (torch.from_numpy(units.to_model(x[part])).float() for part in (rows.train, rows.validation))
+        config = recipe.choose(z, self.budget, self.floor, seed, self.settings)
+        dataset = Dataset("X", z, held)
+        watch = Watch(config, dataset, self.verbose)
+        state, ladder = train(config, dataset, report=watch.note, stop=watch)
+        model = watch.chosen(state, ladder)
+        constants = _normalise(model, state, dataset, seed)
+
+        self._use(model)
+        self.units_, self.seed_, self.config_ = units, seed, config
+        self.history_, self.n_iter_ = watch.history, state.iteration
+        self.log_normaliser_, self.log_normaliser_se_ = float(constants.value[0]), float(constants.error[0])
+        self.profile_mean_, self.profile_precision_ = _profile_law(self._profiles(x[rows.train]))
+        self.calibration_ = {kind: np.sort(self._scores(x[rows.calibration], kind)) for kind in SCORES}
+        for concern in self._concerns():
+            warnings.warn(concern, ConvergenceWarning, stacklevel=3)
+        return self
+
+    def __sklearn_is_fitted__(self) -> bool:
+        return hasattr(self, "calibration_")
+
+    def log_density(self, X: Any) -> Floats:
+        """log p(x) in nats at the data's level, in the units of X; `log_normaliser_se_` is the error they share.
+
+        With a floor (`floor_`) it is the density of the data with that noise added. -inf where a column that was
+        constant in training has another value; rows of density 0 are the only ones without a finite answer.
+        """
+        check_is_fitted(self)
+        return self._log_density(self._validated(X))
+
+    def score_samples(self, X: Any) -> Floats:
+        """Larger is more normal: the log density, or minus the distance of the profile, as ``score_by`` says."""
+        check_is_fitted(self)
+        return self._scores(self._validated(X), _kind(self.score_by))
+
+    def score(self, X: Any, y: Any = None) -> float:
+        """The mean log density of X, whatever ``score_by``; `GaussianMixture.score` is a mean too."""
+        return float(self.log_density(X).mean())
+
+    def p_values(self, X: Any) -> Floats:
+        """Conformal p-values: of a normal row at most alpha with probability at most alpha, for any alpha.
+
+        With n calibration rows no p-value is below 1 / (n + 1).
+        """
+        scores = self.score_samples(X)
+        return conformal.p_values(self.calibration_[self.score_by], scores)
+
+    @property
+    def offset_(self) -> float:
+        """The score under which a row is flagged."""
+        check_is_fitted(self)
+        return conformal.threshold(self.calibration_[_kind(self.score_by)], self.fpr)
+
+    def decision_function(self, X: Any) -> Floats:
+        """`score_samples` minus `offset_`; negative is flagged."""
+        scores, offset = self.score_samples(X), self.offset_
+        if math.isinf(offset):  # so many calibration rows have density 0 that nothing is below
+            return np.where(scores > offset, np.inf, 0.0)
+        return scores - offset
+
+    def predict(self, X: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """-1 for rows with a p-value of at most ``fpr``, +1 for others."""
+        return np.where(self.decision_function(X) < 0, -1, 1)
+
+    def fit_predict(self, X: Any, y: Any = None, **kwargs: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """`fit` and then `predict` on the same rows, for which the false-alarm rate does not hold; it says so."""
+        warnings.warn(
+            "fit_predict judges rows that the model was trained on: they look more normal than fresh ones, so the "
+            "false-alarm rate does not hold for them; fit on rows that are known to be normal and predict others",
+            UserWarning,
+            stacklevel=2,
+        )
+        return self.fit(X, y, **kwargs).predict(X)
+
+    def sample(self, n_samples: int = 1, random_state: Any = None) -> Floats:
+        """Rows or images from the model, started from noise, in the units of X; without the floor's noise.
+
+        The same ones in every call, unless ``random_state`` says otherwise.
+        """
+        check_is_fitted(self)
+        if isinstance(n_samples, bool) or not isinstance(n_samples, int | np.integer) or n_samples < 1:
+            raise InputError(f"n_samples must be a whole number of at least 1, got {n_samples!r}")
+        seed = (
+            self.seed_ + SAMPLE_SEED
+            if random_state is None
+            else int(check_random_state(random_state).randint(2**31 - 1))
+        )
+        return self.units_.to_user(self.model_.sample(int(n_samples), seed, SAMPLE_VISITS).astype(np.float64))
+
+    @property
+    def floor_(self) -> float:
+        """sd of the noise in the data's level, in sds of the data."""
+        check_is_fitted(self)
+        return float(self.model_.ladder.floor)
+
+    def save(self, folder: str | Path) -> None:
+        """Write model.safetensors and model.json, which `DAEBM.load` and, for the bare model, `daebm.load` read."""
+        check_is_fitted(self)
+        arrays = {name: getattr(self.units_, name) for name in ("varies", "shift", "scale")}
+        arrays |= {f"calibration.{kind}": scores for kind, scores in self.calibration_.items()}
+        arrays |= {"profile_mean": self.profile_mean_, "profile_precision": self.profile_precision_}
+        tensors = {f"estimator.{name}": torch.from_numpy(np.ascontiguousarray(v)) for name, v in arrays.items()}
+        parameters = {k: v.item() if isinstance(v, np.generic) else v for k, v in self.get_params().items()}
+        if not isinstance(parameters["random_state"], int | None):
+            parameters["random_state"] = None  # a generator: what it gave is in seed_
+        facts = {
+            "parameters": parameters,
+            "event": list(self.units_.event),
+            "log_normaliser": self.log_normaliser_,
+            # JSON has neither infinity nor NaN.
+            "log_normaliser_se": self.log_normaliser_se_ if math.isfinite(self.log_normaliser_se_) else None,
+            "seed": self.seed_,
+            "iterations": self.n_iter_,
+            "history": [{k: v if math.isfinite(v) else None for k, v in look.items()} for look in self.history_],
+            "n_features_in": self.n_features_in_,
+            "feature_names": [str(name) for name in getattr(self, "feature_names_in_", [])],
+        }
+        self.model_.save(folder, tensors, {"estimator": facts})
+
+    @classmethod
+    def load(cls, folder: str | Path) -> DAEBM:
+        """The estimator that `save` wrote, without its training state."""
+        tensors, everything = checkpoint.read(Path(folder), "model")
+        if "estimator" not in everything:
+            raise CheckpointError(f"{folder} holds a model but no estimator: read it with daebm.load")
+        facts = everything["estimator"]
+        if settings := facts["parameters"]["settings"]:  # JSON has no tuples, and settings no lists
+            facts["parameters"]["settings"] = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
+        array = {k.removeprefix("estimator."): v.numpy() for k, v in tensors.items() if k.startswith("estimator.")}
+        self = cls(**facts["parameters"])
+        self.units_ = Units(tuple(facts["event"]), array["varies"], array["shift"], array["scale"])
+        self.calibration_ = {kind: array[f"calibration.{kind}"] for kind in SCORES}
+        self.profile_mean_, self.profile_precision_ = array["profile_mean"], array["profile_precision"]
+        self.log_normaliser_, error = facts["log_normaliser"], facts["log_normaliser_se"]
+        self.log_normaliser_se_ = math.inf if error is None else error
+        self.seed_, self.n_iter_ = facts["seed"], facts["iterations"]
+        self.history_ = [{k: math.nan if v is None else v for k, v in look.items()} for look in facts["history"]]
+        self.n_features_in_ = facts["n_features_in"]
+        if facts["feature_names"]:
+            self.feature_names_in_ = np.array(facts["feature_names"], dtype=object)
+        self._use(load(folder))
+        self.config_ = self.model_.config
+        return self
+
+    def _use(self, model: Model) -> None:
+        """Scores are computed in float64 and rounded after: they must not depend on the rows beside a row, not even in
+        the last digit, for the calibration row at the threshold is compared with itself."""
+        self.model_ = model
+        self._energy = copy.deepcopy(model.network).double()
+
+    def _validated(self, X: Any, reset: bool = False) -> Floats:
+        """Rows or images as float64, of the shape that was fitted."""
+        if isinstance(X, Tensor):
+            X = X.detach().cpu()
+            X = (X.double() if X.is_floating_point() else X).numpy()  # numpy has no bfloat16
+        image = getattr(X, "ndim", 2) in (3, 4)
+        # Two training rows, one for calibration and one to watch by are the least there can be.
+        x: Floats = validate_data(
+            self,
+            X,
+            reset=reset,
+            dtype=np.float64,
+            allow_nd=image,
+            ensure_2d=not image,
+            ensure_min_samples=4 if reset else 1,
+        )
+        if x[0].size == 0:
+            raise InputError(f"X must hold numbers, got shape {x.shape}")
+        if not reset and x.shape[1:] != self.units_.event:
+            shape = ", ".join(map(str, self.units_.event))
+            raise InputError(f"X must have shape (n, {shape}), as in fit, got {x.shape}")
+        return x
+
+    def _log_density(self, x: Floats) -> Floats:
+        energy = np.concatenate([_energies(self._energy, part) for part in self._parts(x)])
+        log_p = -energy - self.log_normaliser_ - self.units_.log_stretch
+        return self._judged(x, log_p)
+
+    def _scores(self, x: Floats, kind: str) -> Floats:
+        if kind == "energy":
+            return self._log_density(x)
+        away = self._profiles(x) - self.profile_mean_
+        return self._judged(x, -np.einsum("ni,ij,nj->n", away, self.profile_precision_, away))
+
+    def _judged(self, x: Floats, score: Floats) -> Floats:
+        """-inf where the model says nothing: another value in a constant column, or x beyond the range of floats."""
+        with np.errstate(over="ignore"):
+            return np.where(self.units_.impossible(x) | np.isnan(score), -np.inf, score.round(DECIMALS))
+
+    def _parts(self, x: Floats) -> list[Tensor]:
+        with np.errstate(over="ignore", invalid="ignore"):
+            z = torch.from_numpy(self.units_.to_model(x))
+        rows = max(1, CHUNK // math.prod(self.units_.model_event))
+        return [z[i : i + rows] for i in range(0, len(z), rows)]
+
+    def _profiles(self, x: Floats) -> Floats:
+        """[U(z, t), log |grad U(z, t)|] of every row at every level t, (n, 2 (T + 1))."""
+        return np.concatenate([self._profile(part) for part in self._parts(x)])
+
+    def _profile(self, z: Tensor) -> Floats:
+        columns = []
+        for level in range(self.model_.ladder.levels):
+            t = torch.full((len(z),), level)
+            u, slope = energy_and_gradient(at_level(self._energy, t), z)
+            columns += [u, slope.flatten(1).norm(dim=1).clamp(min=1e-12).log()]
+        return torch.stack(columns, 1).numpy()
+
+    def _concerns(self) -> list[str]:
+        """What a user should know before trusting this fit, each with what to do."""
+        last, chosen = self.history_[-1], next(look for look in reversed(self.history_) if look["chosen"])
+        dimension = math.prod(self.units_.model_event)
+        found = []
+        if chosen["gap"] - 2 * chosen["gap_error"] > LARGEST_GAP + GAP_PER_DIMENSION * dimension:
+            found.append(
+                f"the training rows are {chosen['gap']:.2g} nats likelier than held-out ones, so the model knows them "
+                f"by heart: give more rows, a smaller budget, or a larger floor (now {self.floor_:g})"
+            )
+        if last["acceptance"] < LEAST_ACCEPTANCE:
+            found.append(
+                f"only {last['acceptance']:.0%} of the sampler's steps are accepted, so training followed poor "
+                "samples: take a larger budget, or scale columns that span many orders of magnitude by their logarithm"
+            )
+        if last["round_trips"] < LEAST_TRIPS:
+            found.append(
+                f"the chains made {last['round_trips']:.2g} trips over the noise levels, too few to weigh distant "
+                "parts of the data against each other: take a larger budget"
+            )
+        if self.log_normaliser_se_ > LARGEST_ERROR + 0.01 * dimension:
+            found.append(
+                f"log densities share an unknown constant of about {self.log_normaliser_se_:.2g} nats: compare them "
+                "with each other but not with other models, or take a larger budget"
+            )
+        return found
+
+
+def _kind(score_by: Any) -> str:
+    if not isinstance(score_by, str) or score_by not in SCORES:
+        raise InputError(f"score_by must be one of {', '.join(SCORES)}, got {score_by!r}")
+    return score_by
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    train: np.ndarray[Any, np.dtype[np.int64]]
+    validation: np.ndarray[Any, np.dtype[np.int64]]
+    calibration: np.ndarray[Any, np.dtype[np.int64]]
+
+
+def _split(count: int, fpr: float, seed: int) -> _Rows:
+    """Rows to train on, to watch training by, and to calibrate on; the last as many as ``fpr`` needs, up to half."""
+    calibration = max(1, min(count // CALIBRATION, LARGEST_CALIBRATION))
+    needed = conformal.needed(fpr)
+    if needed <= min(count // 2, count - 3):  # two to train on and one to watch by are left
+        calibration = max(calibration, needed)
+    elif calibration < needed:  # said where fit was called: _split, _fit, fit
+        warnings.warn(
+            f"{count} rows leave {calibration} for calibration and fpr={fpr:g} needs {needed}: predict will refuse; "
+            f"give {max(2 * needed, needed + 3)} rows or more, or set fpr to {conformal.least_rate(calibration):g} or "
+            "more",
+            UserWarning,
+            stacklevel=4,
+        )
+    validation = max(1, min(count // VALIDATION, LARGEST_VALIDATION))
+    order = np.random.default_rng(seed).permutation(count)
+    first, second = calibration, calibration + validation
+    return _Rows(order[second:], order[first:second], order[:first])
+
+
+def _check_range(units: Units, x: Floats) -> None:
+    with np.errstate(over="ignore", invalid="ignore"):
+        wild = ~np.isfinite(units.to_model(x).astype(np.float32)).reshape(len(x), -1).all(1)
+    if wild.any():
+        raise InputError(
+            f"row {int(np.flatnonzero(wild)[0])} of X is too many sds away from the others for float32: remove it"
+        )
+
+
+def _energies(network: nn.Module, z: Tensor, level: int = 0) -> Floats:
+    with torch.no_grad():
+        u: Floats = network(z, torch.full((len(z),), level)).numpy()
+    return u
+
+
+@dataclass(eq=False)
+class Watch:
+    """Looks at held-out rows at every checkpoint: keeps the best weights, and ends training that only overfits.
+
+    The held-out log density is normalised by the persistent chains as they are; worse is worse by two of its errors. A
+    smaller dip is left alone, and so is the first third: a model of Gaussian data begins at its best, others begin with
+    a detour, and the falling learning rate of the second half makes up for much.
+    """
+
+    config: Config
+    dataset: Dataset
+    verbose: int
+    history: list[dict[str, Any]] = field(default_factory=list)
+    best: tuple[float, dict[str, Any], dict[str, Tensor]] | None = None  # log density, the look, weights
+    worse: int = 0  # looks in a row
+    acceptance: float = math.nan  # of the latest steps
+
+    PATIENCE = 3
+
+    def note(self, metrics: dict[str, Any]) -> None:
+        """What training reports just before each look."""
+        self.acceptance = metrics.get("acceptance", self.acceptance)
+
+    def __call__(self, state: TrainingState, ladder: Ladder) -> bool:
+        network = Model.from_training(self.config, self.dataset, state, ladder).network
+        weights = {name: value.clone() for name, value in network.state_dict().items()}
+        network.double()
+        generator = torch.Generator().manual_seed(self.config.seed + LOOK_SEED)  # the same draws at every look
+        own = _energies(network, self.dataset.train[:LARGEST_VALIDATION].double())
+        held = _energies(network, self.dataset.held_out.double())
+        look = {
+            "iteration": state.iteration,
+            "gap": float(held.mean() - own.mean()),
+            "gap_error": float(math.hypot(held.std() / math.sqrt(len(held)), own.std() / math.sqrt(len(own)))),
+            "acceptance": self.acceptance,
+            "round_trips": float(state.chains.trips.double().mean()),
+            "chosen": False,
+        }
+        x, t = state.chains.x[None, :LOOK_CHAINS], state.chains.t[None, :LOOK_CHAINS]
+        reference = _reference(network, ladder, self.dataset, LOOK_DRAWS * t.shape[1], generator)
+        if bool((torch.bincount(t[0], minlength=ladder.levels) > 0).all()):
+            constants = level_normalisers(network, x, t, ladder.levels, reference)
+            log_p, error = -float(held.mean() + constants.value[0]), float(constants.error[0])
+            if math.isfinite(error):
+                look |= {"log_density": log_p, "log_density_error": error}
+                if self.best is None or log_p > self.best[0]:
+                    self.best = (log_p, look, weights)
+                self.worse = self.worse + 1 if log_p < self.best[0] - 2 * error else 0
+        self.history.append(look)
+        if self.verbose:
+            print(", ".join(f"{k} {v:.4g}" for k, v in look.items() if k != "chosen"), flush=True)
+        return self.worse >= self.PATIENCE and state.iteration >= self.config.iterations / 3
+
+    def chosen(self, state: TrainingState, ladder: Ladder) -> Model:
+        """The model at the end, or at the best look if the end is worse."""
+        model = Model.from_training(self.config, self.dataset, state, ladder)
+        look = self.history[-1]
+        if self.worse and self.best is not None:
+            _log_p, look, weights = self.best
+            model.network.load_state_dict(weights)
+        look["chosen"] = True
+        return model
+
+
+def _reference(
+    network: nn.Module, ladder: Ladder, dataset: Dataset, count: int, generator: torch.Generator
+) -> Reference:
+    base: Any = network.base
+    return known_reference(base, ladder, dataset.train, count, generator)
+
+
+def _normalise(model: Model, state: TrainingState, dataset: Dataset, seed: int) -> LogNormalisers:
+    """Give all levels of the model mass 1, as far as chains at fixed labels tell, and then measure with moving ones.
+
+    Chains go on from the persistent ones; some diffused rows are added at every level, so that none is empty.
+    """
+    generator = torch.Generator().manual_seed(seed + NORMALISER_SEED)
+    ladder, levels = model.ladder, model.ladder.levels
+    added = torch.arange(levels).repeat(4)
+    rows = torch.randint(len(dataset.train), (len(added),), generator=generator)
+    x = torch.cat([state.chains.x[:CHAINS], ladder.diffuse(dataset.train[rows], added, generator)])
+    start = Drawn(x, torch.cat([state.chains.t[:CHAINS], added]), 0)
+    few = math.prod(dataset.event) <= KERNEL_DIMENSIONS
+    count = (DRAWS if few else LOOK_DRAWS) * min(CHAINS, len(state.chains))
+    reference = _reference(model.network, ladder, dataset, count, generator)
+
+    def measure(x: Tensor, t: Tensor) -> LogNormalisers:
+        return level_normalisers(copy.deepcopy(model.network).double(), x, t, levels, reference)
+
+    x, t = snapshots(model.sampler()._replace(move=stay), start, generator, BURN_IN, 1, APART)
+    constant: Any = model.network.constant
+    with torch.no_grad():
+        constant += measure(x, t).value.to(constant)
+    # A level's constant does not change what its points are: those above count too, and no level is without any.
+    more_x, more_t = snapshots(model.sampler(), Drawn(x[-1], t[-1], 0), generator, BURN_IN, SNAPSHOTS, APART)
+    return measure(torch.cat([x, more_x]), torch.cat([t, more_t]))
+
+
+def _profile_law(profiles: Floats) -> tuple[Floats, Floats]:
+    """Mean and precision. It shrinks towards equal variances, so energies and slopes are put on one scale first."""
+    sd = profiles.std(0)
+    sd[sd == 0] = 1.0
+    law = LedoitWolf().fit(profiles / sd)
+    return law.location_ * sd, law.precision_ / np.outer(sd, sd)

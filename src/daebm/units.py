@@ -1,0 +1,89 @@
+"""The user's units and the model's: tables column by column, images by one shift and scale for all pixels."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from daebm.errors import InputError
+
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+# Spread below this share of a column's size is rounding, not variation: float64 carries 16 digits, tables fewer.
+CONSTANT = 1e-9
+SMALLEST = 1e-150  # a spread whose square underflows cannot be divided by
+
+
+@dataclass(frozen=True, eq=False)
+class Units:
+    """x = shift + scale * z on the columns that vary; the others keep their one value.
+
+    ``varies`` (d,) says which columns are modelled; ``shift`` and ``scale`` have an entry for each of the d columns.
+    For images all three hold one entry, and ``event`` is the shape of an image.
+    """
+
+    event: tuple[int, ...]
+    varies: np.ndarray[Any, np.dtype[np.bool_]]
+    shift: Floats
+    scale: Floats
+
+    @classmethod
+    def of(cls, x: Floats) -> Units:
+        """Of rows (n, d) or images (n, h, w) and (n, c, h, w)."""
+        table = x.ndim == 2
+        columns = x if table else x.reshape(-1, 1)
+        with np.errstate(over="ignore", invalid="ignore"):
+            shift, scale, spread = columns.mean(0), columns.std(0), np.ptp(columns, axis=0)
+        if not (np.isfinite(shift).all() and np.isfinite(scale).all() and np.isfinite(spread).all()):
+            column = int(np.flatnonzero(~(np.isfinite(shift) & np.isfinite(scale) & np.isfinite(spread)))[0])
+            where = f"column {column} of X" if table else "X"
+            raise InputError(f"{where} holds values too large to square in float64: rescale it")
+        varies = (spread > CONSTANT * np.abs(columns).max(0)) & (scale > SMALLEST)
+        if not varies.any():
+            what = "every column of X is constant" if table else "all pixels of X are equal"
+            raise InputError(f"{what}: there is nothing to learn, give rows that differ")
+        # The mean of equal values is off in the last digit.
+        return cls(tuple(x.shape[1:]), varies, np.where(varies, shift, columns[0]), np.where(varies, scale, 1.0))
+
+    @property
+    def table(self) -> bool:
+        return len(self.event) == 1
+
+    @property
+    def model_event(self) -> tuple[int, ...]:
+        """What the model sees: the varying columns, or channels x height x width."""
+        if self.table:
+            return (int(self.varies.sum()),)
+        return self.event if len(self.event) == 3 else (1, *self.event)
+
+    @property
+    def log_stretch(self) -> float:
+        """log |dx / dz|: a density over z has this to be subtracted to be one over x."""
+        if self.table:
+            return float(np.log(self.scale[self.varies]).sum())
+        return math.prod(self.event) * float(np.log(self.scale[0]))
+
+    def to_model(self, x: Floats) -> Floats:
+        z = (x - self.shift) / self.scale
+        return z[:, self.varies] if self.table else z.reshape(len(z), *self.model_event)
+
+    def to_user(self, z: Floats) -> Floats:
+        if not self.table:
+            images: Floats = self.shift + self.scale * z.reshape(len(z), *self.event)
+            return images
+        x = np.tile(self.shift, (len(z), 1))
+        x[:, self.varies] += self.scale[self.varies] * z
+        return x
+
+    def impossible(self, x: Floats) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Rows (n,) with another value in a column that had only one."""
+        if not self.table:
+            return np.zeros(len(x), dtype=bool)
+        there, own = x[:, ~self.varies], self.shift[~self.varies]
+        # Ten times what passes for constant in `of`; a spread is at most sqrt(2 n) times an sd.
+        near = np.maximum(10 * CONSTANT * np.abs(own), 1e10 * SMALLEST)
+        with np.errstate(over="ignore"):
+            off: np.ndarray[Any, np.dtype[np.bool_]] = (np.abs(there - own) > near).any(1)
+        return off

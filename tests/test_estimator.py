@@ -1,0 +1,381 @@
+"""The scikit-learn face: its contract, densities against quadrature, units, decisions, save and load."""
+
+import json
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn.base import clone
+from sklearn.exceptions import ConvergenceWarning, NotFittedError
+from sklearn.model_selection import GridSearchCV
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from sklearn.utils.estimator_checks import parametrize_with_checks
+
+import daebm
+from daebm import DAEBM, CheckpointError, InputError, recipe
+from daebm.estimator import Watch, _split
+from daebm.units import Units
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning"),
+    pytest.mark.filterwarnings("ignore:.*leave .* for calibration:UserWarning"),
+]
+QUICK = {"iterations": 30, "checkpoint_every": 30, "log_every": 30, "warm_up": 5, "width": 16, "hidden": 2}
+
+
+def quick(**parameters: Any) -> DAEBM:
+    return DAEBM(**({"settings": QUICK, "random_state": 0, "fpr": 0.05} | parameters))
+
+
+def clusters(n: int, seed: int = 0) -> np.ndarray:
+    """Three quarters around -2, one around 2, in units that are not the model's."""
+    rng = np.random.default_rng(seed)
+    side = np.where(rng.random((n, 1)) < 0.75, -2.0, 2.0)
+    return np.array([100.0, -5.0]) + np.array([10.0, 0.01]) * (side * [1, 0] + 0.5 * rng.standard_normal((n, 2)))
+
+
+def clusters_log_density(x: np.ndarray) -> np.ndarray:
+    z = (x - [100.0, -5.0]) / [10.0, 0.01]
+    log_p = [math.log(w) - ((z - [m, 0]) ** 2).sum(1) / 0.5 for w, m in ((0.75, -2), (0.25, 2))]
+    return np.logaddexp(*log_p) - math.log(2 * math.pi * 0.25) - math.log(10 * 0.01)
+
+
+@pytest.fixture(scope="module")
+def fitted() -> DAEBM:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return DAEBM(budget="small", random_state=0, fpr=0.05, settings={"iterations": 200}).fit(clusters(1000))
+
+
+# A rate of 0.2, as most of these checks fit 10 to 60 rows, and 1 % cannot be calibrated on 20: `predict` refuses it.
+@parametrize_with_checks([DAEBM(fpr=0.2, settings=QUICK)])
+def test_scikit_learn_contract(estimator: DAEBM, check: Any) -> None:
+    check(estimator)
+
+
+@pytest.mark.parametrize("dimension", [1, 2])
+def test_density_agrees_with_quadrature(dimension: int, fitted: DAEBM) -> None:
+    """In the user's units, where a forgotten Jacobian of log(scale) would be off by nats."""
+    model = fitted if dimension == 2 else quick(budget="small").fit(clusters(400)[:, :1])
+    units = model.units_
+    line = np.linspace(-7, 7, 4001 if dimension == 1 else 701)
+    z = np.stack(np.meshgrid(*[line] * dimension), -1).reshape(-1, dimension)
+    cell = (line[1] - line[0]) ** dimension * units.scale.prod()
+    log_mass = math.log(np.exp(model.log_density(units.to_user(z))).sum() * cell)
+    assert abs(log_mass) < 0.05
+    assert abs(log_mass) < 5 * model.log_normaliser_se_ + 1e-3 and model.log_normaliser_se_ < 0.03
+    forgotten = log_mass + units.log_stretch  # the planted fault
+    assert abs(forgotten) > 1
+
+
+def test_density_of_known_data(fitted: DAEBM) -> None:
+    fresh = clusters(4000, seed=1)
+    difference = clusters_log_density(fresh) - fitted.log_density(fresh)
+    assert -0.05 < difference.mean() < 0.12  # KL after 200 iterations
+    assert fitted.score(fresh) == pytest.approx(fitted.log_density(fresh).mean())
+    assert (fitted.sample(1000)[:, 0] > 100).mean() == pytest.approx(0.25, abs=0.06)
+
+
+def test_decisions_and_p_values(fitted: DAEBM) -> None:
+    fresh, far = clusters(2000, seed=2), clusters(50, seed=3) + np.array([0.0, 0.1])
+    scores = fitted.score_samples(fresh)
+    np.testing.assert_array_equal(scores, fitted.log_density(fresh))
+    np.testing.assert_array_equal(fitted.decision_function(fresh), scores - fitted.offset_)
+    np.testing.assert_array_equal(fitted.predict(fresh) == -1, fitted.p_values(fresh) <= fitted.fpr + 1e-12)
+    assert (fitted.predict(far) == -1).all()
+    low, high = daebm.conformal.false_alarm_rate(len(fitted.calibration_["energy"]), fitted.fpr, 0.9999)
+    assert low - 0.02 < (fitted.predict(fresh) == -1).mean() < high + 0.02
+
+
+def test_no_calibration_row_was_trained_on() -> None:
+    rows = _split(1000, 0.01, 0)
+    parts = [rows.train, rows.validation, rows.calibration]
+    assert sorted(np.concatenate(parts)) == list(range(1000))
+    assert [len(part) for part in parts] == [700, 100, 200]
+    assert len(_split(300, 0.01, 0).calibration) == 99  # as many as the rate needs
+    assert len(_split(100_000, 0.01, 0).calibration) == 1000
+
+
+def test_calibration_rows_change_nothing_but_calibration() -> None:
+    """Neither units nor weights nor the normalising constant nor the law of profiles has seen them."""
+    x = clusters(80)
+    model = quick().fit(x)
+    rows = _split(len(x), model.fpr, model.seed_).calibration
+    np.testing.assert_array_equal(model.calibration_["energy"], np.sort(model.log_density(x[rows])))
+    moved = x.copy()
+    moved[rows] = 2 * moved[rows] + 1
+    other = quick().fit(moved)
+    for score_by in ("energy", "profile"):
+        model.set_params(score_by=score_by)
+        other.set_params(score_by=score_by)
+        np.testing.assert_array_equal(other.score_samples(x), model.score_samples(x))
+        np.testing.assert_array_equal(other.calibration_[score_by], np.sort(model.score_samples(moved[rows])))
+
+
+def test_too_few_rows_for_a_rate() -> None:
+    """Said before training; p-values are there all the same, and another rate can be set without a new fit."""
+    with pytest.warns(UserWarning, match="60 rows leave 12 for calibration and fpr=0.01 needs 99: predict will refuse"):
+        model = quick(fpr=0.01).fit(clusters(60))
+    for ask in (model.predict, model.decision_function):
+        with pytest.raises(InputError, match="at least 99 calibration points, and there are 12"):
+            ask(clusters(3))
+    assert model.p_values(clusters(3)).min() >= 1 / 13
+    assert set(model.set_params(fpr=0.1).predict(clusters(40))) <= {-1, 1}
+
+
+def test_four_rows_leave_two_to_train_on() -> None:
+    rows = _split(4, 0.34, 0)
+    assert [len(part) for part in (rows.train, rows.validation, rows.calibration)] == [2, 1, 1]
+
+
+def test_a_fit_that_fails_leaves_the_model_that_was_there() -> None:
+    x = clusters(80)
+    model = quick().fit(x)
+    before = model.log_density(x)
+    with pytest.raises(InputError, match="budget"):
+        model.set_params(budget="huge").fit(np.hstack([x, x]))
+    np.testing.assert_array_equal(model.log_density(x), before)
+    with pytest.raises(InputError, match="budget"):
+        (unfitted := quick(budget="huge")).fit(x)
+    assert not hasattr(unfitted, "n_features_in_")
+
+
+def test_calibration_rows_of_density_zero() -> None:
+    """A column that only calibration rows vary in: nothing is below -inf, so nothing is flagged, and nothing is NaN."""
+    x = np.insert(clusters(80), 1, 7.0, axis=1)
+    rows = _split(len(x), 0.1, quick().fit(x).seed_)
+    x[rows.calibration[:5], 1] = 8
+    model = quick(fpr=0.1).fit(x)
+    decisions = model.decision_function(x)
+    assert model.offset_ == -np.inf and not np.isnan(decisions).any() and (decisions >= 0).all()
+    np.testing.assert_array_equal(model.predict(x) == -1, model.p_values(x) <= 0.1)
+
+
+def test_fit_predict_says_that_it_judges_training_rows() -> None:
+    with pytest.warns(UserWarning, match="rows that the model was trained on"):
+        quick(fpr=0.2).fit_predict(clusters(60))
+
+
+def test_inputs_of_every_kind_agree() -> None:
+    x = clusters(80)
+    expected = quick().fit(x)
+    answer = expected.log_density(x[:5])
+    np.testing.assert_array_equal(quick().fit(torch.from_numpy(x)).log_density(torch.from_numpy(x[:5])), answer)
+    coarse = torch.from_numpy(x).bfloat16()  # numpy has no such type
+    np.testing.assert_array_equal(expected.log_density(coarse), expected.log_density(coarse.double().numpy()))
+    np.testing.assert_array_equal(quick().fit(x.tolist()).log_density(x[:5].tolist()), answer)
+    assert answer.dtype == np.float64 and expected.sample(3).shape == (3, 2)
+    np.testing.assert_array_equal(expected.sample(3), expected.sample(3))
+    assert not np.array_equal(expected.sample(3), expected.sample(3, random_state=5))
+    assert not np.array_equal(quick(random_state=1).fit(x).log_density(x[:5]), answer)
+
+
+def test_frames() -> None:
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame(clusters(80), columns=["a", "b"])
+    model = quick().fit(frame)
+    assert list(model.feature_names_in_) == ["a", "b"]
+    np.testing.assert_array_equal(model.log_density(frame), quick().fit(frame.to_numpy()).log_density(frame.to_numpy()))
+
+
+@pytest.mark.parametrize("shape", [(4, 5), (2, 3, 4)])
+def test_images(shape: tuple[int, ...]) -> None:
+    """One shift and scale for all pixels; the density is over all of them, in grey levels."""
+    rng = np.random.default_rng(0)
+    images = (100 + 20 * rng.standard_normal((120, 1, *shape[1:])) * np.ones((1, shape[0], *shape[1:]))).reshape(
+        120, *shape
+    )
+    images = images + rng.standard_normal(images.shape)
+    model = quick(floor=0.1).fit(images)
+    assert model.sample(2).shape == (2, *shape) and model.floor_ == pytest.approx(0.1)
+    assert abs(model.sample(50).mean() - 100) < 20
+    numbers = math.prod(shape)
+    assert model.units_.log_stretch == pytest.approx(numbers * math.log(model.units_.scale[0]))
+    assert (model.p_values(-images[:5]) < 0.1).all()
+    with pytest.raises(InputError, match="as in fit"):
+        model.log_density(images.reshape(120, -1) if len(shape) == 2 else images[:, 0])
+    double = quick(floor=0.1).fit(2 * images)  # a change of units moves every log density by so many log 2
+    np.testing.assert_allclose(
+        double.log_density(2 * images[:4]) + numbers * math.log(2), model.log_density(images[:4])
+    )
+
+
+def test_units_cancel() -> None:
+    x = clusters(80)
+    factor, shift = np.array([8.0, 0.25]), np.array([0.5, -32.0])
+    moved = quick().fit(factor * x + shift).log_density(factor * x + shift)
+    np.testing.assert_allclose(moved, quick().fit(x).log_density(x) - np.log(factor).sum(), atol=0.02)
+
+
+def test_constant_columns_carry_no_density() -> None:
+    x = clusters(80)
+    with_constant = np.insert(x, 1, 7.0, axis=1)
+    model = quick().fit(with_constant)
+    np.testing.assert_array_equal(model.log_density(with_constant), quick().fit(x).log_density(x))
+    assert (model.sample(4)[:, 1] == 7).all() and model.n_features_in_ == 3
+    with_constant[0, 1] = 8
+    assert model.log_density(with_constant)[0] == -np.inf and model.predict(with_constant)[0] == -1
+    assert model.p_values(with_constant)[0] == 1 / (1 + len(model.calibration_["energy"]))
+
+
+def test_profile() -> None:
+    """Larger is more normal, finite, and another score than the energy; the density stays what it was."""
+    x, far = clusters(120), clusters(20) + np.array([0, 0.2])
+    model = quick(score_by="profile", fpr=0.1).fit(x)
+    scores = model.score_samples(x)
+    assert (scores <= 0).all() and np.isfinite(scores).all()
+    assert model.score_samples(far).max() < np.median(scores)
+    assert (model.predict(far) == -1).all()
+    energy = quick().fit(x)
+    np.testing.assert_array_equal(model.log_density(x), energy.log_density(x))
+    np.testing.assert_array_equal(energy.set_params(score_by="profile").p_values(x), model.p_values(x))  # without a fit
+    levels = model.model_.ladder.levels
+    assert model.profile_mean_.shape == (2 * levels,)
+
+
+def test_score_is_a_method_and_a_parameter_has_another_name() -> None:
+    """A parameter named score would hide the method: what the docstring says."""
+    assert callable(DAEBM().score) and "score" not in DAEBM().get_params()
+
+
+@pytest.mark.parametrize("score_by", ["energy", "profile"])
+def test_save_and_load(tmp_path: Path, score_by: str) -> None:
+    x = np.insert(clusters(80), 1, 7.0, axis=1)
+    model = quick(score_by=score_by, random_state=np.random.RandomState(0)).fit(x)
+    model.save(tmp_path / "model")
+    assert sorted(path.name for path in (tmp_path / "model").iterdir()) == ["model.json", "model.safetensors"]
+    again = DAEBM.load(tmp_path / "model")
+    for ask in ("score_samples", "log_density", "p_values", "predict"):
+        np.testing.assert_array_equal(getattr(again, ask)(x), getattr(model, ask)(x))
+    np.testing.assert_array_equal(again.sample(3), model.sample(3))
+    assert again.get_params() == model.get_params() | {"random_state": None}
+    assert again.history_ == model.history_ and again.log_normaliser_se_ == model.log_normaliser_se_
+    assert isinstance(daebm.load(tmp_path / "model"), daebm.Model)
+    assert json.loads((tmp_path / "model" / "model.json").read_text())["estimator"]["event"] == [3]
+    model.model_.save(tmp_path / "bare")
+    with pytest.raises(CheckpointError, match="no estimator: read it with"):
+        DAEBM.load(tmp_path / "bare")
+
+
+def test_what_json_does_not_know_is_saved_too(tmp_path: Path) -> None:
+    """Tuples in settings, and an acceptance that no report came for before the first look."""
+    settings = QUICK | {"checkpoint_every": 10, "milestones": (0.5,)}
+    model = quick(settings=settings).fit(clusters(80))
+    assert math.isnan(model.history_[0]["acceptance"])
+    model.save(tmp_path)
+    again = DAEBM.load(tmp_path)
+    assert again.settings == settings and math.isnan(again.history_[0]["acceptance"])
+    again.fit(clusters(80))
+
+
+def test_pipeline_grid_search_and_clone() -> None:
+    x = clusters(90)
+    pipeline = make_pipeline(StandardScaler(), quick(fpr=0.2)).fit(x)
+    assert set(pipeline.predict(x)) <= {-1, 1} and math.isfinite(pipeline.score(x))
+    search = GridSearchCV(quick(), {"floor": [1e-3, 0.85]}, cv=2).fit(x)
+    assert search.best_params_["floor"] in (1e-3, 0.85) and math.isfinite(search.best_score_)
+    copy = clone(pipeline[-1])
+    assert copy.get_params() == pipeline[-1].get_params()
+    with pytest.raises(NotFittedError):
+        copy.predict(x)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"budget": "huge"}, "budget must be one of small, medium, large, got 'huge'"),
+        ({"score_by": "score"}, "score_by must be one of energy, profile"),
+        ({"fpr": 1.5}, "between 0 and 1"),
+        ({"floor": -1}, "floor must be 'auto' or a noise sd"),
+        ({"settings": {"widht": 3}}, "'widht', which is no setting of daebm.Config"),
+        ({"settings": 3}, "settings must be a dictionary"),
+        ({"settings": {"method": "cd"}}, "trains method=da"),
+    ],
+)
+def test_parameters_that_make_no_sense(parameters: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        quick(**parameters).fit(clusters(20))
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (np.ones((30, 2)), "every column of X is constant: there is nothing to learn"),
+        (np.full((30, 2, 2), 3.0), "all pixels of X are equal"),
+        (np.array([[1e300, 1.0], [-1e300, 2.0]] * 10), "column 0 of X holds values too large to square"),
+        (np.append(np.arange(29.0), 1e200)[:, None], "row 29 of X is too many sds away|column 0 of X holds values"),
+        (np.zeros((9, 0, 3)), "X must hold numbers"),
+        (np.array([[1.0, np.nan]] * 9), "NaN"),
+        (np.array([["a", "b"]] * 9), "could not convert"),
+    ],
+)
+def test_data_that_cannot_be_learned(x: np.ndarray, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        quick().fit(x)
+
+
+def test_wild_points_have_an_answer(fitted: DAEBM) -> None:
+    """Never NaN: what lies beyond the range of floats has density 0, and the least p-value."""
+    wild = np.array([[1e12, 0.0], [-1e200, 1e200], [1e308, -1e308], [100.0, 1e30], [1e150, 0.0]])
+    for scores in (fitted.score_samples(wild), fitted.decision_function(wild)):
+        assert not np.isnan(scores).any() and (scores < 0).all()
+    assert (fitted.p_values(wild) == 1 / (len(fitted.calibration_["energy"]) + 1)).all()
+    with pytest.raises(InputError, match="n_samples must be a whole number"):
+        fitted.sample(0)
+
+
+def test_one_row_or_many_give_the_same_score(fitted: DAEBM) -> None:
+    x = clusters(300, seed=5)
+    one_by_one = np.concatenate([fitted.score_samples(row[None]) for row in x])
+    np.testing.assert_array_equal(one_by_one, fitted.score_samples(x))
+
+
+def test_convergence_warnings_say_what_to_do() -> None:
+    """Sixty rows of thirty numbers with hardly a floor, and four iterations."""
+    x = np.random.default_rng(0).standard_normal((60, 30))
+    with pytest.warns(ConvergenceWarning, match=r"by heart: give more rows, a smaller budget, or a larger floor"):
+        quick(fpr=0.2, floor=0.01).fit(x)
+    with pytest.warns(ConvergenceWarning, match="trips over the noise levels, too few"):
+        quick(fpr=0.2, settings=QUICK | {"iterations": 4}).fit(x[:, :8])
+
+
+def test_training_ends_early_when_it_only_overfits() -> None:
+    """Few rows and a high rate: after three worse looks training ends, and the best one is kept."""
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal((60, 2))
+    heart = {"iterations": 600, "learning_rate": 0.01, "checkpoint_every": 20, "log_every": 20, "decay_start": 1.0}
+    model = DAEBM(random_state=0, fpr=0.2, settings=heart).fit(x)
+    assert 200 <= model.n_iter_ < 600
+    looks = [look["log_density"] for look in model.history_]
+    assert np.argmax(looks) < len(looks) - Watch.PATIENCE + 1
+
+
+def test_recipe_follows_shape_and_size() -> None:
+    few, many = torch.randn(5000, 2), torch.randn(300, 30)
+    config = recipe.choose(few, "medium", "auto", 0)
+    assert config.floor == 0 and config.octaves == 3 and config.iterations == recipe.BUDGETS["medium"]
+    other = recipe.choose(many, "medium", "auto", 0)
+    assert other.floor > 0 and other.octaves == 0 and other.iterations == pytest.approx(0.3 * config.iterations, abs=1)
+    assert recipe.choose(few.round(), "small", "auto", 0).floor > 0  # repeated values are spikes
+    together = torch.randn(400, 1).repeat(1, 1000)  # columns that vary together need more noise to become N(0, I)
+    assert recipe.choose(together, "small", "auto", 0).last_variance > config.last_variance
+
+
+def test_units_of_tables_and_images() -> None:
+    x = np.array([[1.0, 5.0, 1e9], [3.0, 5.0, 1e9 + 1e-3]])
+    units = Units.of(x)
+    assert units.varies.tolist() == [True, False, False]  # the last spread is rounding
+    np.testing.assert_allclose(units.to_user(units.to_model(x))[:, 0], x[:, 0])
+    assert units.impossible(np.array([[9.0, 5.0, 1e9], [1.0, 5.1, 1e9]])).tolist() == [False, True]
+    same = np.array([[0.1, 1.0, 1e-200], [0.1, 2.0, 2e-200], [0.1, 3.0, 5e-200]])
+    units = Units.of(same)
+    assert units.varies.tolist() == [False, True, False] and not units.impossible(same).any()
+    assert (units.to_user(units.to_model(same))[:, 0] == 0.1).all()  # a mean would be off in the last digit
+    images = np.random.default_rng(0).normal(3, 2, (50, 4, 6))
+    z = Units.of(images).to_model(images)
+    assert z.shape == (50, 1, 4, 6) and abs(z.mean()) < 1e-9 and abs(z.std() - 1) < 1e-9
