@@ -14,13 +14,15 @@ def test_python_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
     """All blocks in order, in one namespace, as a reader would paste them."""
     names: dict[str, object] = {}
     torch.manual_seed(0)
+    said = []
     for block in BLOCKS:
         exec(compile(block, "README.md", "exec"), names)
-    share = capsys.readouterr().out
+        said.append(capsys.readouterr().out)
     energies = names["model"].energy(torch.tensor([[-2.0, 0.0], [2.0, 0.0], [0.0, 3.0]]))
     assert energies[0] < energies[1] < energies[2]
     # 500 draws from a share near .25 have a standard error of .02; a misaligned model is off by far more than .15.
-    assert abs(float(share.split()[-1]) - 0.25) < 0.15
+    assert abs(float(said[0].split()[-1]) - 0.25) < 0.15
+    assert "[ 1 -1]" in said[1]
 
 
 def test_first_example_is_short() -> None:
