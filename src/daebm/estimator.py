@@ -136,8 +136,8 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
         dataset = Dataset("X", z, held)
         watch = Watch(config, dataset, self.verbose)
         state, ladder = train(config, dataset, report=watch.note, stop=watch)
-        model = watch.chosen(state, ladder)
-        constants = _normalise(model, state, dataset, seed)
+        model, chains = watch.chosen(state, ladder)
+        constants = _normalise(model, chains, dataset, seed)
 
         self._use(model)
         self.units_, self.seed_, self.config_ = units, seed, config
@@ -427,7 +427,7 @@ class Watch:
     dataset: Dataset
     verbose: int
     history: list[dict[str, Any]] = field(default_factory=list)
-    best: tuple[float, dict[str, Any], dict[str, Tensor]] | None = None  # log density, the look, weights
+    best: tuple[float, dict[str, Any], Model, Drawn] | None = None  # log density, the look, the model and its chains
     worse: int = 0  # looks in a row
     acceptance: float = math.nan  # of the latest steps
 
@@ -438,9 +438,8 @@ class Watch:
         self.acceptance = metrics.get("acceptance", self.acceptance)
 
     def __call__(self, state: TrainingState, ladder: Ladder) -> bool:
-        network = Model.from_training(self.config, self.dataset, state, ladder).network
-        weights = {name: value.clone() for name, value in network.state_dict().items()}
-        network.double()
+        model = Model.from_training(self.config, self.dataset, state, ladder)
+        network = copy.deepcopy(model.network).double()
         generator = torch.Generator().manual_seed(self.config.seed + LOOK_SEED)  # the same draws at every look
         own = _energies(network, self.dataset.train[:LARGEST_VALIDATION].double())
         held = _energies(network, self.dataset.held_out.double())
@@ -460,22 +459,26 @@ class Watch:
             if math.isfinite(error):
                 look |= {"log_density": log_p, "log_density_error": error}
                 if self.best is None or log_p > self.best[0]:
-                    self.best = (log_p, look, weights)
+                    self.best = (log_p, look, model, _chains(state))
                 self.worse = self.worse + 1 if log_p < self.best[0] - 2 * error else 0
         self.history.append(look)
         if self.verbose:
             print(", ".join(f"{k} {v:.4g}" for k, v in look.items() if k != "chosen"), flush=True)
         return self.worse >= self.PATIENCE and state.iteration >= self.config.iterations / 3
 
-    def chosen(self, state: TrainingState, ladder: Ladder) -> Model:
-        """The model at the end, or at the best look if the end is worse."""
-        model = Model.from_training(self.config, self.dataset, state, ladder)
-        look = self.history[-1]
+    def chosen(self, state: TrainingState, ladder: Ladder) -> tuple[Model, Drawn]:
+        """The model at the end, or at the best look if the end is worse, and the chains that it had."""
         if self.worse and self.best is not None:
-            _log_p, look, weights = self.best
-            model.network.load_state_dict(weights)
+            _log_p, look, model, chains = self.best
+        else:
+            look, chains = self.history[-1], _chains(state)
+            model = Model.from_training(self.config, self.dataset, state, ladder)
         look["chosen"] = True
-        return model
+        return model, chains
+
+
+def _chains(state: TrainingState) -> Drawn:
+    return Drawn(state.chains.x[:CHAINS].clone(), state.chains.t[:CHAINS].clone(), 0)
 
 
 def _reference(
@@ -485,7 +488,7 @@ def _reference(
     return known_reference(base, ladder, dataset.train, count, generator)
 
 
-def _normalise(model: Model, state: TrainingState, dataset: Dataset, seed: int) -> LogNormalisers:
+def _normalise(model: Model, chains: Drawn, dataset: Dataset, seed: int) -> LogNormalisers:
     """Give all levels of the model mass 1, as far as chains at fixed labels tell, and then measure with moving ones.
 
     Chains go on from the persistent ones; some diffused rows are added at every level, so that none is empty.
@@ -494,10 +497,10 @@ def _normalise(model: Model, state: TrainingState, dataset: Dataset, seed: int) 
     ladder, levels = model.ladder, model.ladder.levels
     added = torch.arange(levels).repeat(4)
     rows = torch.randint(len(dataset.train), (len(added),), generator=generator)
-    x = torch.cat([state.chains.x[:CHAINS], ladder.diffuse(dataset.train[rows], added, generator)])
-    start = Drawn(x, torch.cat([state.chains.t[:CHAINS], added]), 0)
+    x = torch.cat([chains.x, ladder.diffuse(dataset.train[rows], added, generator)])
+    start = Drawn(x, torch.cat([chains.t, added]), 0)
     few = math.prod(dataset.event) <= KERNEL_DIMENSIONS
-    count = (DRAWS if few else LOOK_DRAWS) * min(CHAINS, len(state.chains))
+    count = (DRAWS if few else LOOK_DRAWS) * len(chains.x)
     reference = _reference(model.network, ladder, dataset, count, generator)
 
     def measure(x: Tensor, t: Tensor) -> LogNormalisers:
