@@ -211,7 +211,8 @@ class LevelResNet(nn.Module):
         Newton's step: the slope of a mean by its gain is minus the covariance, and differences have twice that of the
         chains, so that whole steps are half ones.
         """
-        self.mean.copy_(torch.zeros_like(self.mean).index_add_(0, t, data[:, 1]) / torch.bincount(t) / self.scale)
+        own = F.one_hot(t, len(self.mean)).to(data)  # a product, and no sum by index: that has no fixed order on a GPU
+        self.mean.copy_(own.T @ data[:, 1] / own.sum(0) / self.scale)
         gap, weight = data - chains, self.blend[t] / self.blend[t].sum(0)  # (n, 2), (n, knots)
         mean = weight.T @ gap
         covariance = torch.einsum("nk,ni,nj->kij", weight, gap, gap) - torch.einsum("ki,kj->kij", mean, mean)

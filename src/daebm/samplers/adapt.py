@@ -32,8 +32,10 @@ class StepSizes:
 
     def record(self, level: Tensor, accept_prob: Tensor) -> None:
         """Add mean acceptance probabilities (n,) of chains that stepped at ``level`` (n,)."""
-        self.total.index_add_(0, level, accept_prob.to(self.total.dtype))
-        self.count.index_add_(0, level, torch.ones_like(accept_prob, dtype=self.count.dtype))
+        # A product, for a sum by index has no fixed order on a GPU, and a resumed run must end in the same bits.
+        own = torch.arange(len(self.total), device=level.device).unsqueeze(1) == level
+        self.total += own.to(self.total.dtype) @ accept_prob.to(self.total.dtype)
+        self.count += own.sum(1, dtype=self.count.dtype)
 
     def acceptance(self) -> Tensor:
         """Mean acceptance probability per level since the last adaptation; NaN where nothing was seen."""
