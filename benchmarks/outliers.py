@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import warnings
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -87,9 +88,7 @@ def main() -> None:
     parser.add_argument("--tasks", default="", help="only tasks whose name holds this")
     args = parser.parse_args()
     warnings.simplefilter("ignore")  # small tables: every fit says that it is short of rows
-    try:
-        import pyod  # noqa: F401
-    except ImportError:
+    if find_spec("pyod") is None:
         print("pyod is not installed: no row for ECOD")
         DETECTORS.pop(("ECOD",))
     names = [name for group in DETECTORS for name in group]

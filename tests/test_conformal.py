@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from scipy.stats import beta, betabinom, binom
+from scipy.stats import betabinom, binom
 from sklearn.mixture import GaussianMixture
 
-from daebm.conformal import check_rate, false_alarm_rate, least_rate, needed, p_values, rank, threshold
+from daebm.conformal import check_rate, least_rate, needed, p_values, rank, threshold
 from daebm.errors import InputError
 
 REPETITIONS = 200
@@ -49,12 +49,6 @@ def test_the_rate_that_is_advised_works(count: int) -> None:
     """Rounded up: 1 / 13 is .0769 to three digits, at which 12 points flag nothing."""
     assert rank(count, least_rate(count)) == 1 and needed(least_rate(count)) <= count
     assert least_rate(count) < 1.2 / (count + 1)
-
-
-def test_interval_of_the_realised_rate() -> None:
-    low, high = false_alarm_rate(999, 0.01)
-    assert low < 0.01 < high
-    assert beta.cdf(high, 10, 990) - beta.cdf(low, 10, 990) == pytest.approx(0.95)
 
 
 def flagged_counts(on_training_points: bool) -> list[int]:

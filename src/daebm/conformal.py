@@ -9,13 +9,12 @@ without ties; with ties it is lower): more calibration points bring it closer to
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 
 from daebm.errors import InputError
+from daebm.units import Floats
 
-Floats = np.ndarray[Any, np.dtype[np.float64]]
 LEAST_RATE = 1e-9  # no calibration set is that large, and 1 / fpr must stay a number
 ROUNDING = 1 + 1e-12  # .29 * 100 is 28.999999999999996
 
@@ -60,12 +59,3 @@ def p_values(calibration: Floats, scores: Floats) -> Floats:
 def threshold(calibration: Floats, fpr: float) -> float:
     """The score under which a point is flagged: its p-value is then at most ``fpr``, and only then."""
     return float(np.sort(calibration)[rank(len(calibration), fpr) - 1])
-
-
-def false_alarm_rate(count: int, fpr: float, share: float = 0.95) -> tuple[float, float]:
-    """The central interval that holds the realised false-alarm rate with probability ``share``, given n points."""
-    from scipy.stats import beta
-
-    k = rank(count, fpr)
-    low, high = beta.interval(share, k, count + 1 - k)
-    return float(low), float(high)

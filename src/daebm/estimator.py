@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,31 +21,24 @@ from sklearn.covariance import LedoitWolf
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
-from torch import Tensor, nn
+from torch import Tensor
 
 from daebm import checkpoint, conformal, recipe
-from daebm.config import Config
 from daebm.data import Dataset
 from daebm.errors import CheckpointError, InputError
-from daebm.ladder import Ladder
+from daebm.fitting import LARGEST_VALIDATION, Watch, energies, normalise
 from daebm.model import Model, load
-from daebm.normaliser import KERNEL_DIMENSIONS, LogNormalisers, Reference, known_reference, level_normalisers, snapshots
 from daebm.samplers.langevin import energy_and_gradient
-from daebm.samplers.mgms import at_level, stay
-from daebm.sampling import Drawn
-from daebm.state import TrainingState
+from daebm.samplers.mgms import at_level
 from daebm.training import train
 from daebm.units import Floats, Units
 
 SCORES = ("energy", "profile")
 CALIBRATION, LARGEST_CALIBRATION = 5, 1000  # one row in five is kept for calibration, up to so many
-VALIDATION, LARGEST_VALIDATION = 10, 500  # one row in ten is kept to watch training by
-CHAINS, BURN_IN, SNAPSHOTS, APART = 2000, 15, 15, 3  # of the normalising constant, at most so many chains
-LOOK_CHAINS = 1000  # for a look during training
-LOOK_DRAWS, DRAWS = 4, 20  # of the known density, for every chain
+VALIDATION = 10  # one row in ten is kept to watch training by, up to LARGEST_VALIDATION
 SAMPLE_VISITS = 8  # to level 0 before a chain is taken as a sample: the first one alone comes too early
-# Streams of their own, beside the training's, which starts at the seed itself.
-LOOK_SEED, NORMALISER_SEED, SAMPLE_SEED = 50_000_017, 60_000_011, 70_000_027
+# A stream of its own, beside the training's, which starts at the seed itself.
+SAMPLE_SEED = 70_000_027
 DECIMALS = 9  # of a score, in nats
 CHUNK = 1 << 17  # numbers per evaluation; bounds memory
 # Beyond these a fit says so. A gap is per dimension, as a Gaussian with d numbers a row has one that grows with d.
@@ -137,7 +130,7 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
         watch = Watch(config, dataset, self.verbose)
         state, ladder = train(config, dataset, report=watch.note, stop=watch)
         model, chains = watch.chosen(state, ladder)
-        constants = _normalise(model, chains, dataset, seed)
+        constants = normalise(model, chains, dataset, seed)
 
         self._use(model)
         self.units_, self.seed_, self.config_ = units, seed, config
@@ -305,7 +298,7 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
         return x
 
     def _log_density(self, x: Floats) -> Floats:
-        energy = np.concatenate([_energies(self._energy, part) for part in self._parts(x)])
+        energy = np.concatenate([energies(self._energy, part) for part in self._parts(x)])
         log_p = -energy - self.log_normaliser_ - self.units_.log_stretch
         return self._judged(x, log_p)
 
@@ -406,113 +399,6 @@ def _check_range(units: Units, x: Floats) -> None:
         raise InputError(
             f"row {int(np.flatnonzero(wild)[0])} of X is too many sds away from the others for float32: remove it"
         )
-
-
-def _energies(network: nn.Module, z: Tensor, level: int = 0) -> Floats:
-    with torch.no_grad():
-        u: Floats = network(z, torch.full((len(z),), level)).numpy()
-    return u
-
-
-@dataclass(eq=False)
-class Watch:
-    """Looks at held-out rows at every checkpoint: keeps the best weights, and ends training that only overfits.
-
-    The held-out log density is normalised by the persistent chains as they are; worse is worse by two of its errors. A
-    smaller dip is left alone, and so is the first third: a model of Gaussian data begins at its best, others begin with
-    a detour, and the falling learning rate of the second half makes up for much.
-    """
-
-    config: Config
-    dataset: Dataset
-    verbose: int
-    history: list[dict[str, Any]] = field(default_factory=list)
-    best: tuple[float, dict[str, Any], Model, Drawn] | None = None  # log density, the look, the model and its chains
-    worse: int = 0  # looks in a row
-    acceptance: float = math.nan  # of the latest steps
-
-    PATIENCE = 3
-
-    def note(self, metrics: dict[str, Any]) -> None:
-        """What training reports just before each look."""
-        self.acceptance = metrics.get("acceptance", self.acceptance)
-
-    def __call__(self, state: TrainingState, ladder: Ladder) -> bool:
-        model = Model.from_training(self.config, self.dataset, state, ladder)
-        network = copy.deepcopy(model.network).double()
-        generator = torch.Generator().manual_seed(self.config.seed + LOOK_SEED)  # the same draws at every look
-        own = _energies(network, self.dataset.train[:LARGEST_VALIDATION].double())
-        held = _energies(network, self.dataset.held_out.double())
-        look = {
-            "iteration": state.iteration,
-            "gap": float(held.mean() - own.mean()),
-            "gap_error": float(math.hypot(held.std() / math.sqrt(len(held)), own.std() / math.sqrt(len(own)))),
-            "acceptance": self.acceptance,
-            "round_trips": float(state.chains.trips.double().mean()),
-            "chosen": False,
-        }
-        x, t = state.chains.x[None, :LOOK_CHAINS], state.chains.t[None, :LOOK_CHAINS]
-        reference = _reference(network, ladder, self.dataset, LOOK_DRAWS * t.shape[1], generator)
-        if bool((torch.bincount(t[0], minlength=ladder.levels) > 0).all()):
-            constants = level_normalisers(network, x, t, ladder.levels, reference)
-            log_p, error = -float(held.mean() + constants.value[0]), float(constants.error[0])
-            if math.isfinite(error):
-                look |= {"log_density": log_p, "log_density_error": error}
-                if self.best is None or log_p > self.best[0]:
-                    self.best = (log_p, look, model, _chains(state))
-                self.worse = self.worse + 1 if log_p < self.best[0] - 2 * error else 0
-        self.history.append(look)
-        if self.verbose:
-            print(", ".join(f"{k} {v:.4g}" for k, v in look.items() if k != "chosen"), flush=True)
-        return self.worse >= self.PATIENCE and state.iteration >= self.config.iterations / 3
-
-    def chosen(self, state: TrainingState, ladder: Ladder) -> tuple[Model, Drawn]:
-        """The model at the end, or at the best look if the end is worse, and the chains that it had."""
-        if self.worse and self.best is not None:
-            _log_p, look, model, chains = self.best
-        else:
-            look, chains = self.history[-1], _chains(state)
-            model = Model.from_training(self.config, self.dataset, state, ladder)
-        look["chosen"] = True
-        return model, chains
-
-
-def _chains(state: TrainingState) -> Drawn:
-    return Drawn(state.chains.x[:CHAINS].clone(), state.chains.t[:CHAINS].clone(), 0)
-
-
-def _reference(
-    network: nn.Module, ladder: Ladder, dataset: Dataset, count: int, generator: torch.Generator
-) -> Reference:
-    base: Any = network.base
-    return known_reference(base, ladder, dataset.train, count, generator)
-
-
-def _normalise(model: Model, chains: Drawn, dataset: Dataset, seed: int) -> LogNormalisers:
-    """Give all levels of the model mass 1, as far as chains at fixed labels tell, and then measure with moving ones.
-
-    Chains go on from the persistent ones; some diffused rows are added at every level, so that none is empty.
-    """
-    generator = torch.Generator().manual_seed(seed + NORMALISER_SEED)
-    ladder, levels = model.ladder, model.ladder.levels
-    added = torch.arange(levels).repeat(4)
-    rows = torch.randint(len(dataset.train), (len(added),), generator=generator)
-    x = torch.cat([chains.x, ladder.diffuse(dataset.train[rows], added, generator)])
-    start = Drawn(x, torch.cat([chains.t, added]), 0)
-    few = math.prod(dataset.event) <= KERNEL_DIMENSIONS
-    count = (DRAWS if few else LOOK_DRAWS) * len(chains.x)
-    reference = _reference(model.network, ladder, dataset, count, generator)
-
-    def measure(x: Tensor, t: Tensor) -> LogNormalisers:
-        return level_normalisers(copy.deepcopy(model.network).double(), x, t, levels, reference)
-
-    x, t = snapshots(model.sampler()._replace(move=stay), start, generator, BURN_IN, 1, APART)
-    constant: Any = model.network.constant
-    with torch.no_grad():
-        constant += measure(x, t).value.to(constant)
-    # A level's constant does not change what its points are: those above count too, and no level is without any.
-    more_x, more_t = snapshots(model.sampler(), Drawn(x[-1], t[-1], 0), generator, BURN_IN, SNAPSHOTS, APART)
-    return measure(torch.cat([x, more_x]), torch.cat([t, more_t]))
 
 
 def _profile_law(profiles: Floats) -> tuple[Floats, Floats]:

@@ -53,7 +53,7 @@ def settle(setup: Setup) -> None:
     rows = torch.randint(len(setup.data), (len(t),), generator=generator, device=t.device)
     x = ladder.diffuse(setup.points(rows), t, generator)
     gained = state.network if setup.config.gain_rate and isinstance(state.network, LevelResNet) else None
-    start = _parts(gained, x, t)
+    start = None if gained is None else _parts(gained, x, t)
     steps = StepSizes.start(state.steps.sigma, state.steps.bounds, SETTLE_CHAINS)
     draws = []
     for settled in (k >= SETTLE_ROUNDS // 2 for k in range(SETTLE_ROUNDS)):
@@ -64,7 +64,7 @@ def settle(setup: Setup) -> None:
             )
             steps.record(t[here], info.accept_prob)
         steps.adapt()
-        if gained is not None:
+        if gained is not None and start is not None:
             gained.regain(start, _parts(gained, x, t), t, GAIN_SHARE)
         draws += [x.clone()] if settled else []
     state.steps.sigma = steps.sigma
@@ -73,9 +73,7 @@ def settle(setup: Setup) -> None:
         balance_levels(setup, torch.cat(draws), t.repeat(len(draws)))
 
 
-def _parts(network: LevelResNet | None, x: Tensor, t: Tensor) -> Tensor:
-    if network is None:
-        return torch.empty(0)
+def _parts(network: LevelResNet, x: Tensor, t: Tensor) -> Tensor:
     rows = [slice(i, i + SETTLE_ROWS) for i in range(0, len(t), SETTLE_ROWS)]
     with torch.no_grad():
         return torch.cat([network.parts(x[here], t[here]) for here in rows])
