@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from daebm.training import Setup
 
 BALANCED = 8192  # at most so many chains are looked at
-HISTOGRAM_SHARE = 1.0  # nats, of a share, that a level with twice its chains is raised by
+# Edges know the masses of neighbours well, but what they err adds up over a long ladder to a drift of two nats, which
+# only the number of chains shows: levels around which there are twice as many as should be are raised by so many nats.
+HISTOGRAM_NATS, HISTOGRAM_WINDOW = 3.0, 10  # the number around a level: in a tenth of the ladder to each side of it
 SETTLE_CHAINS = 32  # per level
 SETTLE_ROUNDS, SETTLE_STEPS = 20, 10  # an adaptation of steps and gains each; the second half is measured
 GAIN_SHARE = 1.5  # of half a Newton step, a round
@@ -27,16 +29,18 @@ SETTLE_ROWS = 256  # chains moved together; bounds memory
 def balance_levels(setup: Setup, x: Tensor, t: Tensor, share: float = 1.0) -> None:
     """Take back, by the network's constants, a share of the levels' difference in mass, seen on chains (x, t).
 
-    Edge by edge, and by how many chains a level has: what is left over at each edge of a long ladder adds up to a
-    drift that only their number shows.
+    Edge by edge, and by how many chains there are around a level.
     """
     constant = cast(Tensor, setup.state.network.constant)
     carry = setup.config.label_move == "carry"
     ratio, _acceptance = level_balance(setup.state.network, x[:BALANCED], t[:BALANCED], setup.ladder.top, carry=carry)
-    excess = torch.bincount(t, minlength=len(constant)) * (len(constant) / len(t)) - 1
+    levels = torch.arange(len(constant), device=t.device)
+    around = ((levels - levels.unsqueeze(1)).abs() <= len(levels) // HISTOGRAM_WINDOW).to(constant)
+    count = torch.bincount(t, minlength=len(levels)).to(constant)
+    excess = (around @ count) / around.sum(1) * (len(levels) / len(t)) - 1
     with torch.no_grad():  # mass e^(ratio) too much is energy too low
         constant[1:] += share * ratio.cumsum(0).to(constant)
-        constant += share * HISTOGRAM_SHARE * (excess - excess[0])
+        constant += share * HISTOGRAM_NATS * (excess - excess[0])
 
 
 def settle(setup: Setup) -> None:
