@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from daebm.precision import check_precision
 from daebm.resnet import HALF, convolve
 from daebm.samplers import langevin, mgms
 from daebm.samplers.capture import Captured
-from daebm.training import begin
+from daebm.training import begin, train
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 N, CHANNELS, SIDE, LEVELS = 4096, 16, 3, 5  # 16 channels: fewer are not worth tensor cores to the library
@@ -160,6 +161,34 @@ def test_captured_gradients_are_the_eager_ones() -> None:
                 change = 0.01 * torch.randn(weights[0].shape, device="cuda", generator=generator)
                 for weight in weights:
                     weight.add_(change)
+
+
+def test_a_resumed_run_continues_bit_for_bit(tmp_path: Path) -> None:
+    """Through all parts of the recipe, compiled and captured: the same weights and chains, cut or not."""
+    images = torch.randint(256, (200, 1, 16, 16), generator=torch.Generator().manual_seed(1)).byte()
+    data = Dataset.standardised("noise", images, images[:8])
+    config = Config(
+        **{"network": "level-resnet", "width": 16, "hidden": 1, "floor": 0.2, "top": 11, "device": "cuda"},
+        **{
+            "compile": True,
+            "precision": "tf32x2",
+            "denoise": 6,
+            "relate": 6,
+            "iterations": 24,
+            "batch": 32,
+            "store": 64,
+        },
+        **{"steps": 3, "bursts": 2, "label_move": "carry", "block": 4, "level_rate": 0.3, "gain_rate": 1e-3},
+        **{"learning_rate": 1e-4, "adapt_every": 2, "average": 0.9, "checkpoint_every": 4, "log_every": 2},
+    )
+    whole, _ladder = train(config, data)
+    for cut in (4, 8, 16):  # in each part
+        folder = tmp_path / str(cut)
+        train(config, data, folder, stop=lambda state, _ladder, cut=cut: state.iteration == cut)
+        resumed, _ladder = train(config, data, folder, resume=True)
+        assert torch.equal(resumed.chains.x, whole.chains.x) and torch.equal(resumed.chains.t, whole.chains.t)
+        for key, value in whole.network.state_dict().items():
+            assert torch.equal(resumed.network.state_dict()[key], value), key
 
 
 class SameNoise(Captured):

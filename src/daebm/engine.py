@@ -17,7 +17,7 @@ from daebm.errors import InputError
 from daebm.ladder import Ladder
 from daebm.methods import Transition
 from daebm.samplers import mgms
-from daebm.samplers.capture import Captured
+from daebm.samplers.capture import Captured, compiled
 from daebm.samplers.langevin import Kernel
 from daebm.updates import likelihood_loss, trainable
 
@@ -95,7 +95,7 @@ class Engine:
         self.reset()
 
     def _compile(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return torch.compile(function, dynamic=False) if self.compiled else function
+        return compiled(function) if self.compiled else function
 
     def _gradient(self, loss: Callable[..., tuple[Tensor, ...]]) -> Gradient:
         """``loss`` returns what is to be lowered and other values; this, all of them and the weights' gradient."""
@@ -146,9 +146,9 @@ class _CompiledLabels:
     """A network whose energies of many labels are compiled."""
 
     def __init__(self, network: nn.Module) -> None:
-        self.energy = torch.compile(network, dynamic=False)
+        self.energy = compiled(network)
         if hasattr(network, "of_labels"):
-            self.of_labels = torch.compile(cast(Callable[..., Tensor], network.of_labels), dynamic=False)
+            self.of_labels = compiled(cast(Callable[..., Tensor], network.of_labels))
         if hasattr(network, "carried"):
             self.carried = network.carried
 

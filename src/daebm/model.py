@@ -19,12 +19,14 @@ from daebm.engine import exactly
 from daebm.errors import CheckpointError, InputError
 from daebm.ladder import Ladder
 from daebm.methods import method
+from daebm.profile import profiles
 from daebm.samplers.langevin import KERNELS, Info
 from daebm.samplers.mgms import label_move
 from daebm.state import TrainingState, holds_state, read_state
 
 Array = TypeVar("Array", np.ndarray[Any, Any], Tensor)
 CHUNK = 1 << 17  # numbers per network evaluation; bounds memory
+PROFILE_CHUNK = 1 << 19  # a GPU wants more at a time, and there is a level at a time
 
 
 @dataclass(eq=False)
@@ -78,6 +80,14 @@ class Model:
             starts = range(0, max(len(points), 1), rows)
             parts = [self.network(points[i : i + rows], levels[i : i + rows]) for i in starts]
         return self._like(torch.cat(parts), x)
+
+    def profiles(self, x: Array) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """[U(x, t), log |grad U(x, t)|] at every level, (n, 2 (T + 1)), by level, of x of shape (n, ...)."""
+        points, levels = self._points(x), self.ladder.levels
+        rows = max(1, PROFILE_CHUNK // math.prod(self.event))
+        with exactly():
+            parts = [profiles(self.network, levels, points[i : i + rows]) for i in range(0, max(len(points), 1), rows)]
+        return np.concatenate(parts)
 
     def sample(self, count: int, seed: int = 0, visits: int = 1, clean: bool = True) -> np.ndarray[Any, Any]:
         """``count`` samples at t = 0, started from noise, shape (count, ...).

@@ -119,7 +119,8 @@ class ResNet(nn.Module):
         angle = torch.arange(self.levels, device=self.frequencies.device).unsqueeze(1) * self.frequencies
         wave = torch.cat([angle.sin(), angle.cos()], dim=1)
         time = F.silu(self.embed[1](F.silu(self.embed[0](wave))))  # of every level, (T + 1, 4 width)
-        return [*(block.shift(time)[t, :, None, None] for block in self.blocks), self.head(time)[t]]
+        own = _own(t, self.levels).to(time)
+        return [*((own @ block.shift(time))[:, :, None, None] for block in self.blocks), own @ self.head(time)]
 
     def _shared(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """What does not see the level: the stem's map and the first convolution of the first block."""
@@ -142,6 +143,14 @@ class ResNet(nn.Module):
             h = c + (h if block.skip is None else convolve(block.skip, h, self.arithmetic))
         u: Tensor = -(F.silu(h).flatten(2).sum(2) * head).sum(1)
         return u
+
+
+def _own(t: Tensor, levels: int) -> Tensor:
+    """1 at the own level, (..., T + 1): a product with it is exact, and its gradient has a fixed order on a GPU.
+
+    That of an index has none in a compiled graph, and then no run continues bit for bit.
+    """
+    return t.unsqueeze(-1) == torch.arange(levels, device=t.device)
 
 
 class LevelResNet(nn.Module):
@@ -201,7 +210,10 @@ class LevelResNet(nn.Module):
         a, b = (self.blend @ self.log_gain).exp().unbind(1)
         means = (1 - a) * (len(self.base.axes) / 2) + (1 - b) * self.scale * self.mean
         c = self.base.half_log_det + self.constant + means
-        return a[t], (b * self.scale)[t], c[t]
+        own = _own(t, len(c)).to(
+            c
+        )  # added up and not multiplied as matrices, which a setting of PyTorch's makes coarse
+        return (own * a).sum(-1), (own * (b * self.scale)).sum(-1), (own * c).sum(-1)
 
     @torch.no_grad()
     def regain(self, data: Tensor, chains: Tensor, t: Tensor, share: float) -> None:

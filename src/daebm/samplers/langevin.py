@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from daebm.errors import InputError
-from daebm.samplers.capture import Captured
+from daebm.samplers.capture import Captured, compiled
 
 PlainEnergy = Callable[[Tensor], Tensor]
 
@@ -62,7 +62,7 @@ def energy_and_gradient(energy: PlainEnergy, x: Tensor) -> tuple[Tensor, Tensor]
 
 @cache
 def _compiled_gradient() -> Callable[[PlainEnergy, Tensor], tuple[Tensor, Tensor]]:
-    return torch.compile(energy_and_gradient, dynamic=False)
+    return compiled(energy_and_gradient)
 
 
 def init(energy: PlainEnergy, x: Tensor, compile: bool = False) -> State:
@@ -138,7 +138,7 @@ def _advance(
 
 @cache
 def _compiled_advance() -> Callable[..., tuple[State, Info]]:
-    return torch.compile(_advance, dynamic=False)
+    return compiled(_advance)
 
 
 def take_steps(

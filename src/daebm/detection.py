@@ -1,0 +1,205 @@
+"""Out-of-distribution detection with a trained image model: its scores, baselines without one, and how well each does.
+
+Scores are deterministic, on clean images, larger = more normal, and fitted on training images alone.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from daebm.images import load_images
+from daebm.model import Model
+from daebm.profile import ProfileLaw
+from daebm.units import Floats
+
+SETS = ("fashion-mnist", "mnist", "emnist-letters", "kmnist")
+LAW_IMAGES = 10_000  # training images, the first ones, whose profiles make the law
+COMPONENTS = 50
+NEIGHBOURS, NEIGHBOUR_IMAGES = 5, 10_000
+GAUSSIAN_FLOOR = 0.3  # sd of the noise that the one Gaussian is given, in units of [-1, 1]
+RESAMPLES, TOGETHER = 1000, 50  # of the bootstrap, and how many at a time; bounds memory
+INTERVAL = (2.5, 97.5)  # percentiles
+MEASURES = {"auroc": "AUROC", "pr_in": "AUC-PR in", "pr_out": "AUC-PR out", "fpr95": "FPR at 95 % TPR"}
+
+Images = np.ndarray[Any, np.dtype[np.uint8]]  # (n, h, w)
+Score = Callable[[Images], Floats]
+
+
+def model_scores(model: Model, law: ProfileLaw) -> dict[str, Score]:
+    """``energy``, -U(x, 0) as in the paper, and ``profile``, ours."""
+    return {
+        "energy": lambda images: -model.energy(images[:, None]).astype(np.float64),
+        "profile": lambda images: law.score(model.profiles(images[:, None])),
+    }
+
+
+def baseline_scores(train: Images) -> dict[str, Score]:
+    """What needs no energy: they are in every table, because they already reach what deep models publish."""
+    from sklearn.decomposition import PCA
+    from sklearn.neighbors import NearestNeighbors
+
+    flat = _flat(train)
+    mean = flat.mean(0)
+    components = PCA(COMPONENTS, svd_solver="covariance_eigh").fit(flat).components_
+    near = NearestNeighbors(n_neighbors=NEIGHBOURS, algorithm="brute").fit(flat[:NEIGHBOUR_IMAGES])
+    root = np.linalg.cholesky(np.cov(flat.T) + GAUSSIAN_FLOOR**2 * np.eye(flat.shape[1]))
+
+    def residual(images: Images) -> Floats:
+        away = _flat(images) - mean
+        return -np.linalg.norm(away - (away @ components.T) @ components, axis=1)
+
+    def distance(images: Images) -> Floats:
+        return -np.asarray(near.kneighbors(_flat(images))[0][:, -1], dtype=np.float64)
+
+    def gaussian(images: Images) -> Floats:
+        return -np.square(np.linalg.solve(root, (_flat(images) - mean).T)).sum(0)
+
+    return {f"PCA-{COMPONENTS}": residual, f"{NEIGHBOURS}-neighbour": distance, "Gaussian": gaussian}
+
+
+def fit_law(model: Model, train: Images) -> ProfileLaw:
+    return ProfileLaw.of(model.profiles(train[:LAW_IMAGES, None]))
+
+
+def test_images(inside: str, count: int = 0) -> dict[str, Images]:
+    """The test splits of all sets, the model's own first; at most ``count`` of each, spread evenly (0 is all)."""
+    found = {}
+    for name in (inside, *(name for name in SETS if name != inside)):
+        images, _labels = load_images(name, "test")
+        found[name] = images[np.linspace(0, len(images) - 1, count).astype(int)] if 0 < count < len(images) else images
+    return found
+
+
+class Separation(NamedTuple):
+    """How well a score tells one set from normal images: each of the `MEASURES`, with its bootstrap draws."""
+
+    value: Floats  # (4,)
+    draws: Floats  # (resamples, 4)
+
+    def interval(self) -> Floats:
+        """(2, 4)"""
+        result: Floats = np.percentile(self.draws, INTERVAL, axis=0)
+        return result
+
+
+def separation(inside: Floats, outside: Floats, seed: int = 0) -> Separation:
+    """Of scores of normal images from those of others. Equal seeds resample equal images: differences are paired."""
+    _values, rank = np.unique(np.concatenate([inside, outside]), return_inverse=True)
+    rank_in, rank_out = rank[: len(inside)], rank[len(inside) :]
+    ranks = int(rank.max()) + 1
+
+    def counts(rank: np.ndarray[Any, Any], weights: Floats) -> Floats:
+        return np.stack([np.bincount(rank, row, ranks) for row in weights])
+
+    value = _measures(counts(rank_in, np.ones((1, len(rank_in)))), counts(rank_out, np.ones((1, len(rank_out)))))[0]
+    random, draws = np.random.default_rng(seed), []
+    for _ in range(RESAMPLES // TOGETHER):
+        drawn = [
+            counts(own, random.multinomial(len(own), np.full(len(own), 1 / len(own)), TOGETHER).astype(np.float64))
+            for own in (rank_in, rank_out)
+        ]
+        draws.append(_measures(*drawn))
+    return Separation(value, np.concatenate(draws))
+
+
+def _measures(inside: Floats, outside: Floats) -> Floats:
+    """The `MEASURES` (m, 4) from how many of either have each score, (m, ranks), lowest first."""
+    total_in, total_out = inside.sum(1, keepdims=True), outside.sum(1, keepdims=True)
+    out_below, in_below = outside.cumsum(1), inside.cumsum(1)  # with the own rank
+    auroc = (inside * (out_below - outside / 2)).sum(1) / (total_in * total_out)[:, 0]
+    in_above, out_above = total_in - in_below + inside, total_out - out_below + outside
+    pr_in = (inside * in_above / np.maximum(in_above + out_above, 1)).sum(1) / total_in[:, 0]
+    pr_out = (outside * out_below / np.maximum(in_below + out_below, 1)).sum(1) / total_out[:, 0]
+    kept = (in_above >= 0.95 * total_in).sum(1) - 1  # the highest threshold that keeps 95 % of the normal ones
+    fpr95 = out_above[np.arange(len(kept)), kept] / total_out[:, 0]
+    return np.stack([auroc, pr_in, pr_out, fpr95], 1)
+
+
+class Detection(NamedTuple):
+    """Scores by name and set, how well they separate the sets, and seconds for 10,000 images."""
+
+    scores: Mapping[str, Mapping[str, Floats]]
+    separations: Mapping[str, Mapping[str, Separation]]  # by score, then set
+    seconds: Mapping[str, float]
+
+
+def detect(scores: Mapping[str, Score], sets: Mapping[str, Images], seed: int = 0) -> Detection:
+    """Score every set and compare each with the first one, whose images are the normal ones."""
+    found: dict[str, dict[str, Floats]] = {}
+    seconds = {}
+    for name, score in scores.items():
+        clock = time.perf_counter()
+        found[name] = {key: score(images) for key, images in sets.items()}
+        seconds[name] = 1e4 * (time.perf_counter() - clock) / sum(map(len, sets.values()))
+    inside, *others = sets
+    separations = {
+        name: {key: separation(values[inside], values[key], seed + i) for i, key in enumerate(others)}
+        for name, values in found.items()
+    }
+    return Detection(found, separations, seconds)
+
+
+def table(detection: Detection) -> list[dict[str, Any]]:
+    """A row for every score and set: the measures with intervals, and AUROC less that of the best other baseline."""
+    rows = []
+    for name, by_set in detection.separations.items():
+        for key, found in by_set.items():
+            low, high = found.interval()
+            row: dict[str, Any] = {"score": name, "set": key}
+            for i, measure in enumerate(MEASURES):
+                row[measure] = [float(found.value[i]), float(low[i]), float(high[i])]
+            rows.append(row | {"seconds_per_10000": detection.seconds[name]})
+    return rows
+
+
+def difference(one: Separation, other: Separation) -> tuple[float, float, float]:
+    """AUROC of ``one`` less that of ``other`` on the same images, with its paired bootstrap interval."""
+    low, high = np.percentile(one.draws[:, 0] - other.draws[:, 0], INTERVAL)
+    return float(one.value[0] - other.value[0]), float(low), float(high)
+
+
+def figures(detection: Detection) -> dict[str, Figure]:
+    """Histograms of every score, and ROC and precision-recall curves of every set."""
+    names = list(detection.scores)
+    inside, *others = detection.scores[names[0]]
+    histograms = Figure(figsize=(4 * len(names), 2.6), layout="constrained")
+    for axis, name in zip(np.atleast_1d(histograms.subplots(1, len(names))), names, strict=True):
+        values = detection.scores[name]
+        # A few images that are far out would leave one bar for all others.
+        low, high = np.percentile(np.concatenate(list(values.values())), [1, 100])
+        for key, part in values.items():
+            bins = np.linspace(low, high, 60).tolist()
+            axis.hist(part.clip(low), bins=bins, density=True, histtype="step", label=key)
+        axis.set_title(name, fontsize=9)
+        axis.set_yticks([])
+    histograms.axes[0].legend(fontsize=7)
+    curves = Figure(figsize=(4 * len(others), 5.4), layout="constrained")
+    axes = np.asarray(curves.subplots(2, len(others), squeeze=False))
+    for i, key in enumerate(others):
+        for name in names:
+            tpr, fpr, precision = _curve(detection.scores[name][inside], detection.scores[name][key])
+            axes[0, i].plot(fpr, tpr, linewidth=1, label=name)
+            axes[1, i].plot(tpr, precision, linewidth=1)
+        axes[0, i].set(title=f"{inside} against {key}", xlabel="FPR", ylabel="TPR")
+        axes[1, i].set(xlabel="recall of normal images", ylabel="precision")
+    axes[0, 0].legend(fontsize=7)
+    return {"histograms": histograms, "curves": curves}
+
+
+def _curve(inside: Floats, outside: Floats) -> tuple[Floats, Floats, Floats]:
+    """TPR, FPR and precision of normal images at 500 thresholds."""
+    thresholds = np.quantile(np.concatenate([inside, outside]), np.linspace(1, 0, 500))
+    kept_in = 1 - np.searchsorted(np.sort(inside), thresholds) / len(inside)
+    kept_out = 1 - np.searchsorted(np.sort(outside), thresholds) / len(outside)
+    share = kept_in * len(inside) / np.maximum(kept_in * len(inside) + kept_out * len(outside), math.ulp(1.0))
+    return kept_in, kept_out, share
+
+
+def _flat(images: Images) -> Floats:
+    return images.reshape(len(images), -1) / 127.5 - 1
