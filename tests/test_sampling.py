@@ -14,6 +14,7 @@ from torch import Tensor
 from daebm import sampling
 from daebm.errors import DaebmError, InputError
 from daebm.ladder import Ladder
+from daebm.networks import DiffusedGaussian
 from daebm.samplers.langevin import KERNELS
 from daebm.samplers.mgms import LabelInfo, block, full, local
 from daebm.sampling import Drawn, Sampler
@@ -229,6 +230,30 @@ def test_an_annealed_start_goes_through_every_level_from_the_top():
 
     sampling.annealed(it.sampler._replace(energy=energy), exact(it, 5, 0), 1, seeded())
     assert seen == [3, 3, 2, 2, 1, 1, 0, 0]
+
+
+def test_an_annealed_start_that_carries_needs_no_steps_where_levels_are_gaussian():
+    """The map between Gaussian levels is exact: a step a level that hardly moves, and x has the law of level 0."""
+    ladder, count = Ladder.geometric(3, 0.1), 4000
+    energy = DiffusedGaussian(torch.randn(2000, 3, generator=seeded(1)) * torch.tensor([2.0, 1.0, 0.5]) + 1, ladder)
+    top, bottom = torch.full((count,), ladder.top), torch.zeros(count, dtype=torch.long)
+    white = torch.randn(count, 3, generator=seeded(2))
+    start = Drawn((white / energy.precision[-1] + energy.centre[-1]) @ energy.axes.T, top, 0)
+    sampler = Sampler(KERNELS["mala"], energy, ladder, torch.full((ladder.levels,), 1e-4), 1, full(ladder.top))
+
+    def worst(carry: bool) -> float:
+        """|z| of means and mean squares of what should be N(0, I)."""
+        y = energy.whiten(sampling.annealed(sampler, start, 1, seeded(8), carry).x, bottom).double()
+        return float(torch.cat([y.mean(0), (y.square().mean(0) - 1) / math.sqrt(2)]).abs().max()) * math.sqrt(count)
+
+    assert worst(carry=True) < SIGMAS
+    assert worst(carry=False) > 4 * SIGMAS  # nobody takes the noise off
+
+
+def test_an_annealed_start_without_a_way_to_carry_is_refused():
+    it = closed()
+    with pytest.raises(InputError, match="carry x between levels"):
+        sampling.annealed(it.sampler, exact(it, 5, 0), 1, seeded(), carry=True)
 
 
 def conditional_sd(it: Closed) -> Tensor:

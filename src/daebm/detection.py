@@ -52,13 +52,15 @@ def baseline_scores(train: Images) -> dict[str, Score]:
 
     def residual(images: Images) -> Floats:
         away = _flat(images) - mean
-        return -np.linalg.norm(away - (away @ components.T) @ components, axis=1)
+        score: Floats = -np.linalg.norm(away - (away @ components.T) @ components, axis=1)
+        return score
 
     def distance(images: Images) -> Floats:
         return -np.asarray(near.kneighbors(_flat(images))[0][:, -1], dtype=np.float64)
 
     def gaussian(images: Images) -> Floats:
-        return -np.square(np.linalg.solve(root, (_flat(images) - mean).T)).sum(0)
+        score: Floats = -np.square(np.linalg.solve(root, (_flat(images) - mean).T)).sum(0)
+        return score
 
     return {f"PCA-{COMPONENTS}": residual, f"{NEIGHBOURS}-neighbour": distance, "Gaussian": gaussian}
 

@@ -137,7 +137,7 @@ class Model:
                 x, _info = self.run_at_zero(start.x, steps, generator, self.config.kernel)
                 return sampling.Drawn(x, start.t, (steps + 1) * count)
             if annealed_steps:
-                start = sampling.annealed(sampler, start, annealed_steps, generator)
+                start = sampling.annealed(sampler, start, annealed_steps, generator, self.config.label_move == "carry")
             if transitions is None:
                 return sampling.until_visits(sampler, start, visits, generator)
             x, t, gradients = sampling.transitions(sampler, start, transitions, generator)

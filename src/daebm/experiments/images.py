@@ -25,7 +25,7 @@ from daebm.samplers.langevin import KERNELS
 from daebm.spacing import neighbour_acceptance
 
 HELD_OUT = 5000  # the last so many training images; the test split is for final results alone
-ANNEALED_STEPS = 10  # per level, on the way down from noise
+ANNEALED_STEPS = 35  # per level, on the way down from noise
 STORE_CHAINS = 1000  # at most so many of the store are moved on; bounds memory
 SNAPSHOTS = 20  # of the moving chains, over the second half of their way
 PER_LEVEL = 1000  # diffused held-out images whose energy stands for a level's
@@ -282,7 +282,8 @@ def evaluate(trained: Trained) -> tuple[Summary, Arrays]:
         }
         with torch.no_grad():
             noise = sampling.from_noise(model.sampler(), model.event, config.post_chains, generator)
-            start = sampling.annealed(model.sampler(), noise, ANNEALED_STEPS, generator)
+            carry = config.label_move == "carry"
+            start = sampling.annealed(model.sampler(), noise, ANNEALED_STEPS, generator, carry)
         drawn = walk(trained, start.x, start.t)
         samples, gradients = at_zero(drawn), start.gradients + drawn.gradients
         summary["annealed_gradients_per_sample"] = start.gradients / len(start.x)

@@ -6,19 +6,22 @@ Neither launches from Python nor reads by the host are left then.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
 
-def compiled(function: Callable[..., Any]) -> Any:
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def compiled(function: Function) -> Function:
     """``function`` compiled. A stop watch must not choose kernels that round differently: runs continue bit for bit."""
     from torch._inductor import config  # here, because it takes a second
 
     options: dict[str, Any] = {"deterministic": True} if hasattr(config, "deterministic") else {}
-    return torch.compile(function, dynamic=False, options=options)
+    return cast(Function, torch.compile(function, dynamic=False, options=options))
 
 
 class Captured:

@@ -54,15 +54,20 @@ def at_level(energy: Energy, t: Tensor) -> PlainEnergy:
     return lambda x: energy(x, t)
 
 
-def carried_energies(energy: Energy, x: Tensor, t: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """x_i carried from level t_i to labels_ij, (n, b, ...), and the energies there in the coordinates that are kept.
+def carried_to(energy: Energy, x: Tensor, t: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """x_i carried from level t_i to labels_ij, (n, b, ...), and the log of the factor that stretches volumes, (n, b).
 
-    The energy says how by its method ``carried(x, t, labels)``: a bijection between any two levels, and the log of
-    the factor by which it stretches volumes, (n, b).
+    The energy says how by its method ``carried(x, t, labels)``: a bijection between any two levels.
     """
     if not hasattr(energy, "carried"):
         raise InputError("label_move=carry needs an energy that can carry x between levels: level-mlp or level-resnet")
-    places, log_stretch = energy.carried(x, t, labels)
+    result: tuple[Tensor, Tensor] = energy.carried(x, t, labels)
+    return result
+
+
+def carried_energies(energy: Energy, x: Tensor, t: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """x_i carried from level t_i to labels_ij, (n, b, ...), and the energies there in the coordinates that are kept."""
+    places, log_stretch = carried_to(energy, x, t, labels)
     return places, energy(places.flatten(0, 1), labels.flatten()).reshape(labels.shape) - log_stretch
 
 
