@@ -25,12 +25,15 @@ from daebm.state import TrainingState, holds_state, read_state
 
 Array = TypeVar("Array", np.ndarray[Any, Any], Tensor)
 CHUNK = 1 << 17  # numbers per network evaluation; bounds memory
+LARGEST_SAMPLE = 1 << 28  # numbers that are drawn at once: a GiB for every copy that is held of them
 
 
 @dataclass(eq=False)
 class Model:
     """U(x, t) with its ladder, frozen step sizes and units. x is in data units; a level-t point is
-    shift + scale * (sqrt(abar_t) z + sqrt(v_t) eps) for standardised z."""
+    shift + scale * (sqrt(abar_t) z + sqrt(v_t) eps) for standardised z.
+
+    ``trip`` is how many transitions a chain took for a round trip over the levels in training; None is not known."""
 
     config: Config
     network: nn.Module
@@ -39,6 +42,7 @@ class Model:
     event: tuple[int, ...]
     shift: float
     scale: float
+    trip: float | None = None
 
     def __post_init__(self) -> None:
         self.network.eval().requires_grad_(False)
@@ -49,7 +53,8 @@ class Model:
         network = copy.deepcopy(state.network)
         network.load_state_dict(network.state_dict() | state.average)
         sigma = state.steps.sigma.clone()
-        return cls(config, network, ladder, sigma, dataset.event, dataset.shift, dataset.scale)
+        trip = _trip(config, state.iteration, state.chains.trips)
+        return cls(config, network, ladder, sigma, dataset.event, dataset.shift, dataset.scale, trip)
 
     @property
     def device(self) -> torch.device:
@@ -84,7 +89,8 @@ class Model:
 
         With levels: Algorithm 3 with stopping rule M = ``visits``. The first visit is a hitting time, so M = 1 is not
         an exact draw from exp(-U(x, 0)); larger M, or `draw` with ``transitions``, come closer at a price. A plain EBM
-        runs the Langevin steps its method uses. ``clean`` removes the noise floor by Tweedie's formula.
+        runs the Langevin steps its method uses. ``clean`` removes the noise floor by Tweedie's formula. A model whose
+        labels do not reach level 0, by what a round trip took in training, is an error and no endless run.
         """
         with exactly():
             drawn = self.draw(count, torch.Generator(self.device).manual_seed(seed), visits)
@@ -118,6 +124,11 @@ class Model:
         t = 0 after so many; ``annealed_steps`` at every level on the way down make a quicker start for either.
         """
         row, sampler = method(self.config.method), self.sampler()
+        if count * math.prod(self.event) > LARGEST_SAMPLE:
+            raise InputError(
+                f"{count} samples of {math.prod(self.event)} numbers are too many at once: draw at most "
+                f"{LARGEST_SAMPLE // math.prod(self.event)}, and more with other seeds"
+            )
         start = sampling.from_noise(sampler, self.event, count, generator)
         with torch.no_grad():
             if row.name == "drl":
@@ -129,7 +140,10 @@ class Model:
             if annealed_steps:
                 start = sampling.annealed(sampler, start, annealed_steps, generator)
             if transitions is None:
-                return sampling.until_visits(sampler, start, visits, generator)
+                # A walk between neighbouring levels takes their number squared: a guess where nothing was recorded.
+                trip = max(self.ladder.levels, self.trip or self.ladder.levels**2)
+                patience = sampling.patience(count * max(visits, 1), trip)
+                return sampling.until_visits(sampler, start, visits, generator, patience)
             x, t, gradients = sampling.transitions(sampler, start, transitions, generator)
             return sampling.Drawn(x[t == 0], t[t == 0], gradients)
 
@@ -177,7 +191,7 @@ class Model:
             "sigma": self.sigma,
         }
         data = {"event": list(self.event), "shift": self.shift, "scale": self.scale}
-        facts = {"config": self.config.to_json(), "data": data} | (more_facts or {})
+        facts = {"config": self.config.to_json(), "data": data, "trip": self.trip} | (more_facts or {})
         checkpoint.write(Path(folder), "model", tensors, facts)
 
     def _points(self, x: Array) -> Tensor:
@@ -213,12 +227,21 @@ def load(folder: str | Path, network: nn.Module | None = None) -> Model:
     folder = Path(folder)
     if holds_state(folder):
         tensors, facts = read_state(folder)
-        sigma = tensors["steps.sigma"]
+        tensors["sigma"] = tensors["steps.sigma"]
+        facts["trip"] = _trip(Config.from_json(facts["config"]), facts["iteration"], tensors["chains.trips"])
     elif checkpoint.exists(folder, "model"):
         tensors, facts = checkpoint.read(folder, "model")
-        sigma = tensors["sigma"]
     else:
-        raise CheckpointError(f"{folder} holds no daebm run or model: name the folder of `daebm run --out`")
+        raise CheckpointError(
+            f"{folder} holds no daebm run or model: name the --out folder of `daebm run` or `daebm fit`"
+        )
+    return assembled(folder, tensors, facts, network)
+
+
+def assembled(
+    folder: Path, tensors: dict[str, Tensor], facts: dict[str, Any], network: nn.Module | None = None
+) -> Model:
+    """The model of what was read from ``folder``."""
     config = Config.from_json(facts["config"])
     ladder = Ladder(tensors["ladder.abar"], tensors["ladder.variance"])
     event = tuple(facts["data"]["event"])
@@ -234,4 +257,11 @@ def load(folder: str | Path, network: nn.Module | None = None) -> Model:
             f"the weights in {folder} do not fit network {config.network!r}: for a network of your own call "
             "load(folder, network)"
         ) from error
-    return Model(config, network, ladder, sigma, event, facts["data"]["shift"], facts["data"]["scale"])
+    shift, scale = facts["data"]["shift"], facts["data"]["scale"]
+    return Model(config, network, ladder, tensors["sigma"], event, shift, scale, facts.get("trip"))
+
+
+def _trip(config: Config, iteration: int, trips: Tensor) -> float:
+    """Transitions per round trip: those of a chain in training over its trips. Fewer than one trip count as one."""
+    made = max(0, iteration - config.warm) * config.bursts * config.batch / config.store
+    return made / max(1.0, float(trips.double().mean()))
