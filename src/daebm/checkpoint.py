@@ -26,7 +26,7 @@ FORMAT = 1
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write, which takes the place of ``path`` in one step: whoever is killed before leaves what there was."""
+    """A file to write, which takes the place of ``path`` in one step: a kill before that leaves what there was."""
     temporary = path.with_name(path.name + ".partial")
     try:
         with open(temporary, "wb") as file:

@@ -356,7 +356,7 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
                 f"give more rows or a larger floor (training ended at iteration {self.n_iter_} of "
                 f"{self.config_.iterations}, as held-out rows became less likely)"
             )
-        elif "iterations" in (self.settings or {}) or self.budget == max(recipe.BUDGETS, key=recipe.BUDGETS.__getitem__):
+        elif "iterations" in (self.settings or {}) or self.budget == "large":
             more = f"raise iterations in settings (now {self.config_.iterations})"
         else:
             more = "take a larger budget"
