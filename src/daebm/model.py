@@ -25,7 +25,7 @@ from daebm.state import TrainingState, holds_state, read_state
 
 Array = TypeVar("Array", np.ndarray[Any, Any], Tensor)
 CHUNK = 1 << 17  # numbers per network evaluation; bounds memory
-LARGEST_SAMPLE = 1 << 28  # numbers that are drawn at once: a GiB for every copy that is held of them
+SAMPLE_CHUNK, LARGEST_SAMPLE = 1 << 20, 1 << 28  # numbers that are drawn at once, and in a call: a GiB
 
 
 @dataclass(eq=False)
@@ -92,9 +92,20 @@ class Model:
         runs the Langevin steps its method uses. ``clean`` removes the noise floor by Tweedie's formula. A model whose
         labels do not reach level 0, by what a round trip took in training, is an error and no endless run.
         """
+        each = math.prod(self.event)
+        if count * each > LARGEST_SAMPLE:
+            raise InputError(
+                f"{count} samples of {each} numbers are too many for one call: draw at most {LARGEST_SAMPLE // each}, "
+                "and more with other seeds"
+            )
+        generator = torch.Generator(self.device).manual_seed(seed)
+        rows = max(1, SAMPLE_CHUNK // each)
+        parts = []
         with exactly():
-            drawn = self.draw(count, torch.Generator(self.device).manual_seed(seed), visits)
-            return self.to_data(self.cleaned(drawn.x) if clean else drawn.x).cpu().numpy()
+            for done in range(0, max(count, 1), rows):
+                x = self.draw(min(rows, count - done), generator, visits).x
+                parts.append(self.to_data(self.cleaned(x) if clean else x).cpu().numpy())
+        return np.concatenate(parts)
 
     def long_run(self, x: Array, steps: int, seed: int = 0, kernel: str = "mala") -> Array:
         """``steps`` Langevin steps at t = 0 from data points x; how many steps a chain keeps its place tells a lot."""
@@ -124,11 +135,6 @@ class Model:
         t = 0 after so many; ``annealed_steps`` at every level on the way down make a quicker start for either.
         """
         row, sampler = method(self.config.method), self.sampler()
-        if count * math.prod(self.event) > LARGEST_SAMPLE:
-            raise InputError(
-                f"{count} samples of {math.prod(self.event)} numbers are too many at once: draw at most "
-                f"{LARGEST_SAMPLE // math.prod(self.event)}, and more with other seeds"
-            )
         start = sampling.from_noise(sampler, self.event, count, generator)
         with torch.no_grad():
             if row.name == "drl":
