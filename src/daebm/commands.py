@@ -60,8 +60,7 @@ class Fit:
     def __call__(self) -> None:
         from daebm.estimator import DAEBM
 
-        if not 0 <= self.seed < 2**32:
-            raise InputError(f"seed must lie in 0..{2**32 - 1}, got {self.seed}")
+        _check_seed(self.seed)
         with _model_folder(self.out, self.overwrite):
             data = tables.open_data(self.data, self.columns, self.size)
             x = tables.whole(data)
@@ -147,8 +146,9 @@ class Sample:
 
     def __call__(self) -> None:
         _check_file(self.out, (".npy", ".csv", ".png"), self.overwrite)
-        if self.seed is not None and not 0 <= self.seed < 2**32:
-            raise InputError(f"seed must lie in 0..{2**32 - 1}, got {self.seed}")
+        if self.count < 1:
+            raise InputError(f"-n must be at least 1, got {self.count}")
+        _check_seed(self.seed or 0)
         from daebm.estimator import DAEBM
 
         folder, names = model_folder(self.model), []
@@ -236,6 +236,11 @@ def _model_folder(folder: Path, overwrite: bool) -> Iterator[None]:
         raise
 
 
+def _check_seed(seed: int) -> None:
+    if not 0 <= seed < 2**32:  # what numpy takes
+        raise InputError(f"--seed must lie in 0..{2**32 - 1}, got {seed}")
+
+
 def _check_file(path: Path, suffixes: tuple[str, ...], overwrite: bool) -> None:
     """Whether a file may be written, said before the work is done."""
     if path.suffix.lower() not in suffixes:
@@ -250,14 +255,12 @@ def _check_file(path: Path, suffixes: tuple[str, ...], overwrite: bool) -> None:
 
 @contextlib.contextmanager
 def _warnings_as_notes() -> Iterator[None]:
-    """What Python would print with a file and a line of code, as a sentence."""
+    """What Python would print with a file and a line of code, as a sentence; an error comes alone."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
-        try:
-            yield
-        finally:
-            for text in dict.fromkeys(str(each.message) for each in caught if issubclass(each.category, UserWarning)):
-                print(f"daebm: note: {text}", file=sys.stderr)
+        yield
+    for text in dict.fromkeys(str(each.message) for each in caught if issubclass(each.category, UserWarning)):
+        print(f"daebm: note: {text}", file=sys.stderr)
 
 
 @contextlib.contextmanager

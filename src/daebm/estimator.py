@@ -249,7 +249,7 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
             "seed": self.seed_,
             "iterations": self.n_iter_,
             "history": [{k: v if math.isfinite(v) else None for k, v in look.items()} for look in self.history_],
-            "n_features_in": self.n_features_in_,
+            "n_features_in": getattr(self, "n_features_in_", None),  # scikit-learn counts those of tables only
             "feature_names": [str(name) for name in getattr(self, "feature_names_in_", [])],
         }
         self.model_.save(folder, tensors, {"estimator": facts})
@@ -275,7 +275,8 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
         self.log_normaliser_se_ = math.inf if error is None else error
         self.seed_, self.n_iter_ = facts["seed"], facts["iterations"]
         self.history_ = [{k: math.nan if v is None else v for k, v in look.items()} for look in facts["history"]]
-        self.n_features_in_ = facts["n_features_in"]
+        if facts["n_features_in"] is not None:
+            self.n_features_in_ = facts["n_features_in"]
         if facts["feature_names"]:
             self.feature_names_in_ = np.array(facts["feature_names"], dtype=object)
         self._use(assembled(Path(folder), tensors, everything))

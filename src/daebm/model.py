@@ -25,6 +25,7 @@ from daebm.state import TrainingState, holds_state, read_state
 
 Array = TypeVar("Array", np.ndarray[Any, Any], Tensor)
 CHUNK = 1 << 17  # numbers per network evaluation; bounds memory
+LEAST_TRIP = 100  # transitions: a training shorter than this has not shown how long a round trip is
 SAMPLE_CHUNK, LARGEST_SAMPLE = 1 << 20, 1 << 28  # numbers that are drawn at once, and in a call: a GiB
 
 
@@ -147,8 +148,8 @@ class Model:
                 start = sampling.annealed(sampler, start, annealed_steps, generator)
             if transitions is None:
                 # A walk between neighbouring levels takes their number squared: a guess where nothing was recorded.
-                trip = max(self.ladder.levels, self.trip or self.ladder.levels**2)
-                patience = sampling.patience(count * max(visits, 1), trip)
+                trip = self.ladder.levels**2 if self.trip is None else max(self.trip, self.ladder.levels)
+                patience = sampling.patience(count * max(visits, 1), max(trip, LEAST_TRIP))
                 return sampling.until_visits(sampler, start, visits, generator, patience)
             x, t, gradients = sampling.transitions(sampler, start, transitions, generator)
             return sampling.Drawn(x[t == 0], t[t == 0], gradients)

@@ -61,10 +61,10 @@ def patience(waits: int, trip: float) -> int:
     """Transitions after which a chain that still waits for level 0 is given up, out of ``waits`` such waits in all.
 
     None is longer on average than a round trip over the levels, of ``trip`` transitions, and the tail of a wait falls
-    off like an exponential's. Of so many, the longest is then about 1 + log(waits) trips; five times that is left for a
-    trip that was judged from few.
+    off like an exponential's. The longest of so many is then about 1 + log(waits) trips; three times that leaves room
+    for a trip that was judged from few. To give up costs no more than a training that made such a trip.
     """
-    return math.ceil(5 * trip * (1 + math.log(waits)))
+    return math.ceil(3 * trip * (1 + math.log(waits)))
 
 
 def until_visits(

@@ -82,8 +82,8 @@ def _csv(path: Path, columns: Sequence[str]) -> Data:
     if twice := [name for i, name in enumerate(names) if name in names[:i]]:
         raise InputError(f"{path}, line {first[0]}: two columns are called {twice[0]!r}: rename one of them")
     if missing := [name for name in columns if name not in names]:
-        has = f"is there {', '.join(names[:20])}{', ..' if len(names) > 20 else ''}"
-        raise InputError(f"{path} has no column {missing[0]!r}: what it has {has}")
+        there = ", ".join(names[:20]) + (", .." if len(names) > 20 else "")
+        raise InputError(f"{path} has no column {missing[0]!r}, only {there}: add it or choose others (--columns)")
     taken = [names.index(name) for name in columns] or list(range(len(names)))
     return Data([names[i] for i in taken] if named else [], _csv_batches(path, names, taken, named))
 
@@ -225,7 +225,8 @@ def _unzipped(path: Path) -> np.ndarray[Any, Any]:
 
 
 def _line(error: Exception) -> str:
-    return str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
+    """numpy's first sentence: the second one may advise to load what we refuse."""
+    return str(error).split("\n")[0].split(". ")[0].rstrip(".") or type(error).__name__
 
 
 # Pictures.
