@@ -358,8 +358,9 @@ def test_nothing_is_overwritten_unasked(cli: Cli, model: Path, tmp_path: Path) -
         assert tree(tmp_path) == before
     assert cli("score", model, "x.csv", "-o", "mine.csv", "--overwrite").status == 0
     assert cli("sample", model, "-o", "mine.npy", "--overwrite").status == 0
+    (model / "report.html").write_text("on the old model")
     assert cli("fit", "x.csv", "--out", model, "--overwrite", "--fpr", 0.2).status == 0
-    assert DAEBM.load(model).fpr == 0.2
+    assert DAEBM.load(model).fpr == 0.2 and not (model / "report.html").exists()
 
 
 # Bad input.

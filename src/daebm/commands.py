@@ -25,6 +25,7 @@ from daebm.units import Floats
 if TYPE_CHECKING:
     from daebm.estimator import DAEBM
 
+REPORT = "report.html"
 LEAST_ROWS = 4  # two to train on, one to watch by and one to calibrate on
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 ModelName = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
@@ -74,6 +75,7 @@ class Fit:
             if data.columns:
                 detector.feature_names_in_ = np.array(data.columns, dtype=object)
             detector.save(self.out)
+            (self.out / REPORT).unlink(missing_ok=True)  # on the model that was there before
         print(_facts(detector))
         print(f"model: {self.out}")
 
@@ -177,7 +179,7 @@ class Inspect:
     def __call__(self) -> None:
         from daebm import inspection
 
-        out = self.out or model_folder(self.model) / "report.html"
+        out = self.out or model_folder(self.model) / REPORT
         detector = _detector(self.model)
         _check_file(out, (".html",), self.overwrite)
         with _names_known():
