@@ -308,6 +308,16 @@ def test_a_write_that_fails_leaves_nothing(
     assert tree(tmp_path) == before
 
 
+def test_a_full_memory_is_one_sentence(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(tables, "whole", fail)
+    write_csv(tmp_path / "x.csv", rows())
+    assert_one_sentence(cli("fit", "x.csv", "--out", "m"), "out of memory: give fewer rows")
+    assert [path.name for path in tmp_path.iterdir()] == ["x.csv"]
+
+
 def test_ctrl_c_in_training_leaves_nothing(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_csv(tmp_path / "x.csv", rows())
     before = tree(tmp_path)

@@ -253,6 +253,11 @@ def main() -> None:
             file=sys.stderr,
         )
         sys.exit(2)
+    except MemoryError:
+        print(
+            "daebm: out of memory: give fewer rows or columns, smaller pictures (--size), or free it", file=sys.stderr
+        )
+        sys.exit(2)
     except KeyboardInterrupt:
         go_on = "; the same command with --resume continues" if isinstance(command, Run) else ""
         print(f"daebm: interrupted{go_on}", file=sys.stderr)

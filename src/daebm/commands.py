@@ -147,12 +147,12 @@ class Sample:
     """Replace the file if it is there."""
 
     def __call__(self) -> None:
+        from daebm.estimator import DAEBM
+
         _check_file(self.out, (".npy", ".csv", ".png"), self.overwrite)
         if self.count < 1:
             raise InputError(f"-n must be at least 1, got {self.count}")
         _check_seed(self.seed or 0)
-        from daebm.estimator import DAEBM
-
         folder, names = model_folder(self.model), []
         try:
             detector = DAEBM.load(folder)

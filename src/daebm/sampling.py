@@ -62,7 +62,7 @@ def patience(waits: int, trip: float) -> int:
 
     None is longer on average than a round trip over the levels, of ``trip`` transitions, and the tail of a wait falls
     off like an exponential's. The longest of so many is then about 1 + log(waits) trips; three times that leaves room
-    for a trip that was judged from few. To give up costs no more than a training that made such a trip.
+    for a trip that was judged from few.
     """
     return math.ceil(3 * trip * (1 + math.log(waits)))
 
