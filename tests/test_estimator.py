@@ -263,6 +263,7 @@ def test_save_and_load(tmp_path: Path, score_by: str) -> None:
     assert again.history_ == model.history_ and again.log_normaliser_se_ == model.log_normaliser_se_
     assert isinstance(daebm.load(tmp_path / "model"), daebm.Model)
     assert json.loads((tmp_path / "model" / "model.json").read_text())["estimator"]["event"] == [3]
+    np.testing.assert_array_equal(again.noisy_, model.noisy_)
     for kind in ("energy", "profile"):
         np.testing.assert_array_equal(again.examples_[kind], model.examples_[kind])
         np.testing.assert_array_equal(again.validation_[kind], model.validation_[kind])
@@ -369,6 +370,15 @@ def test_advice_knows_why_training_ended() -> None:
     for concern in model.concerns():
         assert "budget" not in concern or "smaller budget" in concern
     assert any("training ended at iteration 3 of 4" in concern for concern in model.concerns())
+
+
+def test_noisy_densities_are_those_of_samples() -> None:
+    """Without a floor those of the rows; with one those of rows and noise, which lie further out."""
+    x = clusters(120)
+    plain, floored = quick(floor=0.0).fit(x), quick(floor=0.5).fit(x)
+    # Noise enters in float32; rows do not.
+    np.testing.assert_allclose(plain.noisy_, plain.calibration_["energy"], atol=1e-4)
+    assert floored.noisy_.mean() < floored.calibration_["energy"].mean()
 
 
 @pytest.mark.long

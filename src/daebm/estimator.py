@@ -38,8 +38,8 @@ PER_SCORE = ("calibration", "validation", "examples")  # attributes that hold an
 CALIBRATION, LARGEST_CALIBRATION = 5, 1000  # one row in five is kept for calibration, up to so many
 VALIDATION = 10  # one row in ten is kept to watch training by, up to LARGEST_VALIDATION
 SAMPLE_VISITS = 8  # to level 0 before a chain is taken as a sample: the first one alone comes too early
-# A stream of its own, beside the training's, which starts at the seed itself.
-SAMPLE_SEED = 70_000_027
+# Streams of their own, beside the training's, which starts at the seed itself.
+SAMPLE_SEED, NOISE_SEED = 70_000_027, 80_000_023
 DECIMALS = 9  # of a score, in nats
 CHUNK = 1 << 17  # numbers per evaluation; bounds memory
 EXAMPLES = 8  # calibration rows that are kept at either end, to be looked at
@@ -85,6 +85,7 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
     offset_ : the score under which `predict` flags
     calibration_ : sorted scores of the rows kept for calibration, of either kind of score
     validation_ : the same of the rows that training was watched by
+    noisy_ : log densities of the calibration rows with the floor's noise added, as the model's own samples have it
     examples_ : the eight least and the eight most normal calibration rows, sorted like their scores, of either kind
     history_ : a dictionary for every look during training: held-out log density, gap, acceptance, round trips
     """
@@ -144,6 +145,7 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
         scores = {kind: self._scores(x[rows.calibration], kind) for kind in SCORES}
         self.examples_ = {kind: x[rows.calibration[_ends(values)]] for kind, values in scores.items()}
         self.validation_ = {kind: np.sort(self._scores(x[rows.validation], kind)) for kind in SCORES}
+        self.noisy_ = self._noisy_log_density(x[rows.calibration])
         self.calibration_ = {kind: np.sort(values) for kind, values in scores.items()}
         for concern in self.concerns():
             warnings.warn(concern, ConvergenceWarning, stacklevel=3)
@@ -235,7 +237,7 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
         arrays = {name: getattr(self.units_, name) for name in ("varies", "shift", "scale")}
         for name in PER_SCORE:
             arrays |= {f"{name}.{kind}": values for kind, values in getattr(self, name + "_").items()}
-        arrays |= {"profile_mean": self.profile_mean_, "profile_precision": self.profile_precision_}
+        arrays |= {name: getattr(self, name + "_") for name in ("noisy", "profile_mean", "profile_precision")}
         tensors = {f"estimator.{name}": torch.from_numpy(np.ascontiguousarray(v)) for name, v in arrays.items()}
         parameters = {k: v.item() if isinstance(v, np.generic) else v for k, v in self.get_params().items()}
         if not isinstance(parameters["random_state"], int | None):
@@ -270,7 +272,8 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
         self.units_ = Units(tuple(facts["event"]), array["varies"], array["shift"], array["scale"])
         for name in PER_SCORE:
             setattr(self, name + "_", {kind: array[f"{name}.{kind}"] for kind in SCORES})
-        self.profile_mean_, self.profile_precision_ = array["profile_mean"], array["profile_precision"]
+        for name in ("noisy", "profile_mean", "profile_precision"):
+            setattr(self, name + "_", array[name])
         self.log_normaliser_, error = facts["log_normaliser"], facts["log_normaliser_se"]
         self.log_normaliser_se_ = math.inf if error is None else error
         self.seed_, self.n_iter_ = facts["seed"], facts["iterations"]
@@ -316,6 +319,12 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
         energy = np.concatenate([energies(self._energy, part) for part in self._parts(x)])
         log_p = -energy - self.log_normaliser_ - self.units_.log_stretch
         return self._judged(x, log_p)
+
+    def _noisy_log_density(self, x: Floats) -> Floats:
+        generator = torch.Generator().manual_seed(self.seed_ + NOISE_SEED)
+        z = torch.cat(self._parts(x)).float()
+        noisy = self.model_.ladder.diffuse(z, torch.zeros(len(z), dtype=torch.long), generator).double()
+        return np.sort(-energies(self._energy, noisy) - self.log_normaliser_ - self.units_.log_stretch)
 
     def _scores(self, x: Floats, kind: str) -> Floats:
         if kind == "energy":

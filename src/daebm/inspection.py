@@ -88,27 +88,23 @@ def _training(detector: DAEBM) -> Figure:
 
 
 def _energies(detector: DAEBM) -> Figure:
-    """Log densities of calibration rows and of the model's own samples: of a good model they agree.
-
-    Up to the floor, if there is one: its noise is in the samples, whose density the model is, and not in the rows.
-    """
+    """Log densities of calibration rows and of the model's own samples, both with the floor's noise: do they agree?"""
     figure = Figure(figsize=(6.5, 3), layout="constrained")
     axis = figure.subplots()
-    calibration = detector.calibration_["energy"]
-    groups = {"calibration rows": calibration[np.isfinite(calibration)]}
+    groups = {"calibration rows": detector.noisy_[np.isfinite(detector.noisy_)]}
     try:
         z = detector.model_.sample(DRAWS, detector.seed_, VISITS, clean=False)
-        noisy = ", with its noise floor" if detector.floor_ else ""
-        groups[f"samples of the model{noisy}"] = detector.log_density(detector.units_.to_user(z.astype(np.float64)))
+        groups["samples of the model"] = detector.log_density(detector.units_.to_user(z.astype(np.float64)))
     except DaebmError as error:
-        axis.set_xlabel(str(error), fontsize=6, wrap=True)
+        axis.set_xlabel(f"no samples: {error}", fontsize=6, wrap=True)
     everything = np.concatenate(list(groups.values()))
     lowest = np.quantile(everything, 0.01) if everything.size else 0.0
     edges = np.histogram_bin_edges(everything[everything >= lowest], 25).tolist()
     for title, values in groups.items():
         axis.hist(values, edges, density=True, alpha=0.5, label=title)
     axis.legend(fontsize=8)
-    axis.set_title("log density, nats (the lowest 1 % are left out)", fontsize=9)
+    noise = ", with the noise floor" if detector.floor_ else ""
+    axis.set_title(f"log density{noise}, nats (without the lowest 1 %)", fontsize=9)
     return figure
 
 
