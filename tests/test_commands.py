@@ -105,11 +105,26 @@ def test_one_table_in_every_format(cli: Cli, fitted: Path, tmp_path: Path, kind:
         separator = ";" if kind == "semicolons" else ","
         lines = [separator.join(map(repr, row)) for row in x.tolist()]
         (tmp_path / name).write_bytes(("\r\n".join(lines) + "\r\n\r\n").encode("utf-8-sig"))
-    ended = cli("fit", name, "--out", "m", "--fpr", "0.1", "--budget", "small", "--score-by", "profile", "--seed", 3)
+    ended = cli(
+        "fit",
+        name,
+        "--out",
+        "m",
+        "--fpr",
+        "0.1",
+        "--budget",
+        "small",
+        "--score-by",
+        "profile",
+        "--seed",
+        3,
+        "--floor",
+        0.2,
+    )
     assert ended.status == 0 and "model: m" in ended.out
     detector = DAEBM.load(tmp_path / "m")
     assert (detector.fpr, detector.score_by, detector.budget, detector.random_state) == (0.1, "profile", "small", 3)
-    assert not hasattr(detector, "feature_names_in_")
+    assert detector.floor_ == pytest.approx(0.2) and not hasattr(detector, "feature_names_in_")
     np.testing.assert_array_equal(tables.whole(tables.open_data(tmp_path / name)), x)
 
 
@@ -271,6 +286,16 @@ def test_the_report(cli: Cli, model: Path, tmp_path: Path) -> None:
     assert_one_sentence(cli("inspect", model), "report.html is there already", "--overwrite")
     assert cli("inspect", model, "--overwrite").status == 0
     assert cli("inspect", model, "-o", "mine.html").status == 0 and (tmp_path / "mine.html").exists()
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.parametrize("shape", [(5, 2), (60, 20), (30, 2, 3, 3)], ids=str)
+def test_the_report_of_odd_data(cli: Cli, tmp_path: Path, shape: tuple[int, ...]) -> None:
+    """A single calibration row; more columns than fit on a page; images that are neither grey nor RGB."""
+    np.save(tmp_path / "x.npy", np.random.default_rng(0).standard_normal(shape))
+    assert cli("fit", "x.npy", "--out", "m", "--fpr", 0.5).status == 0
+    assert cli("inspect", "m").status == 0
+    assert_self_contained(tmp_path / "m" / "report.html")
 
 
 def test_the_report_of_labels_that_do_not_mix(cli: Cli, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -437,6 +462,7 @@ def test_bad_arrays(cli: Cli, model: Path, tmp_path: Path, name: str, array: Any
         (["fit", "x.csv", "--out", "m", "--budget", "huge"], "budget must be one of small"),
         (["fit", "x.csv", "--out", "m", "--score-by", "p"], "score_by must be one of"),
         (["fit", "x.csv", "--out", "m", "--fpr", "2"], "fpr must be a false-alarm rate"),
+        (["fit", "x.csv", "--out", "m", "--floor", "2"], "floor must be 'auto' or a noise sd from 0 up to 0.9"),
         (["fit", "x.csv", "--out", "m", "--seed", "-1"], "--seed must lie in 0.."),
         (["fit", "x.csv", "--out", "m", "--size", "3"], "--size is for folders"),
         (["score", "nowhere", "x.csv", "-o", "s.csv"], "there is no model nowhere"),

@@ -49,6 +49,8 @@ class Fit:
     """small, medium or large: how long to train."""
     score_by: str = "energy"
     """energy (the log density) or profile (energies and slopes at all noise levels)."""
+    floor: float | None = None
+    """Noise that is added to the data at the lowest level, in sds; chosen from the data when not given."""
     columns: Columns = field(default_factory=list)
     """Columns of the csv file to take, by name or, without a header, by number from 1; all when not given."""
     size: Size = None
@@ -68,7 +70,12 @@ class Fit:
             if len(x) < LEAST_ROWS:
                 raise InputError(f"{self.data} has {len(x)} rows, too few to learn from: give at least {LEAST_ROWS}")
             detector = DAEBM(
-                score_by=self.score_by, fpr=self.fpr, budget=self.budget, random_state=self.seed, verbose=1
+                score_by=self.score_by,
+                fpr=self.fpr,
+                budget=self.budget,
+                floor="auto" if self.floor is None else self.floor,
+                random_state=self.seed,
+                verbose=1,
             )
             with _warnings_as_notes():
                 detector.fit(x)

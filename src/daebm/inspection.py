@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -91,20 +91,22 @@ def _energies(detector: DAEBM) -> Figure:
     """Log densities of calibration rows and of the model's own samples, both with the floor's noise: do they agree?"""
     figure = Figure(figsize=(6.5, 3), layout="constrained")
     axis = figure.subplots()
-    groups = {"calibration rows": detector.noisy_[np.isfinite(detector.noisy_)]}
+    groups = {"calibration rows": detector.noisy_}
     try:
         z = detector.model_.sample(DRAWS, detector.seed_, VISITS, clean=False)
         groups["samples of the model"] = detector.log_density(detector.units_.to_user(z.astype(np.float64)))
     except DaebmError as error:
         axis.set_xlabel(f"no samples: {error}", fontsize=6, wrap=True)
-    everything = np.concatenate(list(groups.values()))
-    lowest = np.quantile(everything, 0.01) if everything.size else 0.0
-    edges = np.histogram_bin_edges(everything[everything >= lowest], 25).tolist()
-    for title, values in groups.items():
-        axis.hist(values, edges, density=True, alpha=0.5, label=title)
-    axis.legend(fontsize=8)
+    groups = {title: kept for title, values in groups.items() if (kept := values[np.isfinite(values)]).size}
+    if groups:
+        everything = np.concatenate(list(groups.values()))
+        lowest = np.quantile(everything, 0.01)  # one row at -1e9 would make all others one bar
+        edges = np.histogram_bin_edges(everything[everything >= lowest], 25).tolist()
+        for title, values in groups.items():
+            axis.hist(np.clip(values, edges[0], None), edges, density=True, alpha=0.5, label=title)
+        axis.legend(fontsize=8)
     noise = ", with the noise floor" if detector.floor_ else ""
-    axis.set_title(f"log density{noise}, nats (without the lowest 1 %)", fontsize=9)
+    axis.set_title(f"log density{noise}, nats (the first bar is that or less)", fontsize=9)
     return figure
 
 
@@ -152,5 +154,6 @@ def _shown(detector: DAEBM, rows: Floats, scores: Floats) -> str:
         ]
         return report.table([header, *lines])
     said = ", ".join(f"{s:.4g}" for s in scores)
-    picture: Any = contact_sheet(rows, detector.examples_["energy"])
-    return f"<p><small>scores {said}</small></p>" + report.inline("examples", picture)
+    grey_or_rgb = detector.units_.model_event[0] in (1, 3)
+    shown = report.inline("examples", contact_sheet(rows, detector.examples_["energy"])) if grey_or_rgb else ""
+    return f"<p><small>scores {said}</small></p>{shown}"
