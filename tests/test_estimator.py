@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scipy.stats import betabinom
+from scipy.stats import betabinom, multivariate_normal
 from sklearn.base import clone
 from sklearn.exceptions import ConvergenceWarning, NotFittedError
 from sklearn.model_selection import GridSearchCV
@@ -188,7 +188,7 @@ def test_frames() -> None:
 
 
 @pytest.mark.parametrize("shape", [(4, 5), (2, 3, 4)])
-def test_images(shape: tuple[int, ...]) -> None:
+def test_images(shape: tuple[int, ...], tmp_path: Path) -> None:
     """One shift and scale for all pixels; the density is over all of them, in grey levels."""
     rng = np.random.default_rng(0)
     images = (100 + 20 * rng.standard_normal((120, 1, *shape[1:])) * np.ones((1, shape[0], *shape[1:]))).reshape(
@@ -203,6 +203,8 @@ def test_images(shape: tuple[int, ...]) -> None:
     assert (model.p_values(-images[:5]) < 0.1).all()
     with pytest.raises(InputError, match="as in fit"):
         model.log_density(images.reshape(120, -1) if len(shape) == 2 else images[:, 0])
+    model.save(tmp_path)
+    np.testing.assert_array_equal(DAEBM.load(tmp_path).log_density(images[:4]), model.log_density(images[:4]))
     double = quick(floor=0.1).fit(2 * images)  # a change of units moves every log density by so many log 2
     np.testing.assert_allclose(
         double.log_density(2 * images[:4]) + numbers * math.log(2), model.log_density(images[:4])
@@ -261,6 +263,14 @@ def test_save_and_load(tmp_path: Path, score_by: str) -> None:
     assert again.history_ == model.history_ and again.log_normaliser_se_ == model.log_normaliser_se_
     assert isinstance(daebm.load(tmp_path / "model"), daebm.Model)
     assert json.loads((tmp_path / "model" / "model.json").read_text())["estimator"]["event"] == [3]
+    np.testing.assert_array_equal(again.noisy_, model.noisy_)
+    for kind in ("energy", "profile"):
+        np.testing.assert_array_equal(again.examples_[kind], model.examples_[kind])
+        np.testing.assert_array_equal(again.validation_[kind], model.validation_[kind])
+        ends = model.set_params(score_by=kind).score_samples(model.examples_[kind])
+        np.testing.assert_array_equal(
+            ends, model.calibration_[kind][[*range(len(ends) // 2), *range(-len(ends) // 2, 0)]]
+        )
     model.model_.save(tmp_path / "bare")
     with pytest.raises(CheckpointError, match="no estimator: read it with"):
         DAEBM.load(tmp_path / "bare")
@@ -346,6 +356,50 @@ def test_convergence_warnings_say_what_to_do() -> None:
         quick(fpr=0.2, floor=0.01).fit(x)
     with pytest.warns(ConvergenceWarning, match="trips over the noise levels, too few"):
         quick(fpr=0.2, settings=QUICK | {"iterations": 4}).fit(x[:, :8])
+
+
+def test_advice_knows_why_training_ended() -> None:
+    """After an early end a larger budget would end there too; after the largest there is no larger one."""
+    model = quick(fpr=0.2, settings=QUICK | {"iterations": 4}).fit(np.random.default_rng(0).standard_normal((60, 8)))
+    assert any("raise iterations in settings (now 4)" in concern for concern in model.concerns())
+    model.settings = None
+    assert any(concern.endswith("take a larger budget") for concern in model.concerns())
+    model.budget = "large"
+    assert any("raise iterations in settings" in concern for concern in model.concerns())
+    model.n_iter_ = 3
+    for concern in model.concerns():
+        assert "budget" not in concern or "smaller budget" in concern
+    assert any("training ended at iteration 3 of 4" in concern for concern in model.concerns())
+
+
+def test_noisy_densities_are_those_of_samples() -> None:
+    """Without a floor those of the rows; with one those of rows and noise, which lie further out."""
+    x = clusters(120)
+    plain, floored = quick(floor=0.0).fit(x), quick(floor=0.5).fit(x)
+    # Noise enters in float32; rows do not.
+    np.testing.assert_allclose(plain.noisy_, plain.calibration_["energy"], atol=1e-4)
+    assert floored.noisy_.mean() < floored.calibration_["energy"].mean()
+
+
+@pytest.mark.long
+def test_a_small_budget_on_a_table_of_usual_size() -> None:
+    """2,000 rows of ten columns: a density above a Gaussian's, rates that hold, samples like the data."""
+    rng = np.random.default_rng(0)
+
+    def table(n: int) -> np.ndarray:
+        return np.where(rng.random((n, 1)) < 0.5, -1.5, 1.5) + rng.standard_normal((n, 10))
+
+    x, fresh = table(2000), table(2000)
+    model = DAEBM(budget="small", fpr=0.05, random_state=0).fit(x)
+    gaussian = multivariate_normal(x.mean(0), np.cov(x.T)).logpdf(fresh).mean()
+    assert model.score(fresh) > gaussian + 0.2  # two clusters, for which a Gaussian is .88 nats short
+    n = len(model.calibration_["energy"])
+    k = conformal.rank(n, 0.05)
+    low, high = betabinom.interval(0.9999, len(fresh), k, n + 1 - k)
+    assert low <= (model.predict(fresh) == -1).sum() <= high
+    # 500 draws: a share has an error of .022, and a mean of clusters 3 apart one of .08.
+    drawn = model.sample(500)
+    assert abs((drawn.mean(1) > 0).mean() - 0.5) < 0.15 and np.abs(drawn.mean(0) - fresh.mean(0)).max() < 0.5
 
 
 def test_training_ends_early_when_it_only_overfits() -> None:

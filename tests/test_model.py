@@ -395,7 +395,47 @@ def test_labels_that_do_not_mix_are_said(monkeypatch: pytest.MonkeyPatch):
         def forward(self, x: Tensor, t: Tensor) -> Tensor:
             return x.square().sum(1) / 2 + torch.where(t == 0, 1e4, 0.0)
 
-    sampler = known(network=Walled()).sampler()
-    start = sampling.from_noise(sampler, (2,), 3, torch.Generator().manual_seed(0))
-    with pytest.raises(DaebmError, match="3 of 3 chains"):
-        sampling.until_visits(sampler, start, 1, torch.Generator().manual_seed(0), maximum=20)
+    model = known(network=Walled())
+    calls = count_transitions(monkeypatch)
+    monkeypatch.setattr("daebm.model.LEAST_TRIP", 5)
+    for trip in (None, 2.0, 30.0):
+        model.trip = trip
+        calls.clear()
+        with pytest.raises(DaebmError, match="3 of 3 chains"):
+            model.sample(3)
+        # Nothing known: the levels squared. Less than the least: the least.
+        assert len(calls) == sampling.patience(3, {None: model.ladder.levels**2, 2.0: 5, 30.0: 30.0}[trip])
+
+
+def count_transitions(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    calls: list[None] = []
+    real = sampling.transition
+
+    def counted(*args: Any) -> Any:
+        calls.append(None)
+        return real(*args)
+
+    monkeypatch.setattr(sampling, "transition", counted)
+    return calls
+
+
+def test_a_round_trip_is_remembered(tmp_path: Path):
+    """Transitions of a chain over its trips: the same from the state, from the run folder and from a saved model."""
+    config = Config(width=8, hidden=1, iterations=40, batch=50, store=100, top=3, bursts=2)
+    data = Dataset("normal", torch.randn(200, 2), torch.randn(50, 2))
+    state, ladder = train(config, data, tmp_path / "run")
+    model = Model.from_training(config, data, state, ladder)
+    trips = float(state.chains.trips.double().mean())
+    assert trips > 1 and model.trip == 40 * 2 * 50 / 100 / trips
+    model.save(tmp_path / "model")
+    assert load(tmp_path / "run").trip == load(tmp_path / "model").trip == model.trip
+
+
+def test_many_samples_are_drawn_in_parts(monkeypatch: pytest.MonkeyPatch):
+    """In bounded memory; a number that no one can wait for is refused at once."""
+    model = known()
+    monkeypatch.setattr("daebm.model.SAMPLE_CHUNK", 20)
+    x = model.sample(25)
+    assert x.shape == (25, 2) and len(np.unique(x, axis=0)) == 25
+    with pytest.raises(InputError, match="too many for one call"):
+        model.sample(10**12)

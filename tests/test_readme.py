@@ -1,12 +1,17 @@
-"""What the README shows is run."""
+"""What the README and the pages in docs show is run."""
 
 import re
+import shlex
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+from test_cli import call
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
@@ -25,13 +30,47 @@ def test_python_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert "[ 1 -1]" in said[1]
 
 
+def test_commands_for_own_data_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Line by line, on a table like the one of the Python example."""
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(0)
+    for name, n in (("table.csv", 300), ("new.csv", 50)):
+        x = np.where(rng.random((n, 1)) < 0.75, [[-2, 0]], [[2, 0]]) + 0.5 * rng.standard_normal((n, 2))
+        np.savetxt(name, x, delimiter=",", header="a,b", comments="")
+    commands = [line for line in README.splitlines() if re.match(r"daebm (fit|score|sample|inspect) ", line)]
+    assert [line.split()[1] for line in commands] == ["fit", "score", "sample", "inspect"]
+    for line in commands:
+        assert call(*shlex.split(line, comments=True)[1:]) == 0, line
+    assert len((tmp_path / "scores.csv").read_text().splitlines()) == 51
+    assert np.loadtxt("rows.csv", delimiter=",", skiprows=1).shape == (64, 2)
+    assert (tmp_path / "model" / "report.html").exists()
+
+
+@pytest.mark.parametrize("page", ["thresholds.md", "tables.md"])
+def test_python_examples_of_a_page_run(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, object] = {}
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
+    assert len(blocks) >= 2
+    for block in blocks:
+        exec(compile(block, page, "exec"), names)
+    said = capsys.readouterr().out
+    if page == "thresholds.md":
+        # What the page claims. 200 calibration rows and 500 fresh ones at .05: a share has an sd of .018.
+        assert abs(float(re.search(r"([\d.]+)% of normal", said)[1]) - 5) < 7
+        assert 40 <= int(re.search(r"(\d+) rows found", said)[1]) <= 90  # 50 there are, and up to a fifth false ones
+        assert int(re.search(r"(\d+)% have", said)[1]) > 55
+    else:
+        assert "0.1 [ True  True  True  True  True False]" in said
+
+
 def test_first_example_is_short() -> None:
     assert len([line for line in BLOCKS[0].splitlines() if line.strip() and not line.startswith("#")]) <= 15
 
 
 def test_pictures_and_pages_exist() -> None:
-    for target in re.findall(r"\]\(([^)]+)\)", README):
-        assert (Path(__file__).parent.parent / target).exists(), target
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), target
 
 
 @pytest.mark.parametrize("page", sorted(Path(__file__).parent.parent.glob("**/*.md")), ids=lambda p: p.name)

@@ -199,6 +199,25 @@ def test_labels_that_never_arrive_are_an_error_and_no_endless_loop():
         sampling.until_visits(it.sampler, exact(it, 2, 0), 1, seeded(), maximum=10)
 
 
+def test_a_wait_is_counted_from_the_last_visit():
+    """Ten transitions in all, but never more than three between visits: that is within a patience of three."""
+    move, _sizes = scripted([[3], [2], [0], [1], [2], [0], [0], [1], [3], [0]])
+    it = closed(move=move)
+    assert sampling.until_visits(it.sampler, exact(it, 1, 0), 4, seeded(), maximum=3).t.tolist() == [0]
+    move, _sizes = scripted([[0], [1], [2], [0]])
+    with pytest.raises(DaebmError, match="waited for it for 2 transitions"):
+        sampling.until_visits(closed(move=move).sampler, exact(it, 1, 0), 2, seeded(), maximum=2)
+
+
+def test_patience_outlasts_exponential_waits():
+    """Of so many waits with a mean of one trip even the longest, and still if a trip takes twice as long."""
+    waits, trip = 1000, 7.0
+    allowed = sampling.patience(waits, trip)
+    assert waits * math.exp(-allowed / trip) < 1e-6 and waits * math.exp(-allowed / (2 * trip)) < 0.01
+    draws = torch.empty(200, waits).exponential_(1 / trip, generator=seeded())
+    assert float(draws.max()) < allowed < 10 * float(draws.max(1).values.mean())  # and is no invitation to hang
+
+
 def test_the_last_allowed_transition_counts():
     """A chain that arrives with the last one has arrived."""
     move, _sizes = scripted([[3], [0]])

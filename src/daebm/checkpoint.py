@@ -9,8 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,18 +24,24 @@ from daebm.errors import CheckpointError
 FORMAT = 1
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Replace ``path`` by ``content`` in one step: whoever is killed in between leaves the old content."""
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file to write, which takes the place of ``path`` in one step: a kill before that leaves what there was."""
     temporary = path.with_name(path.name + ".partial")
     try:
         with open(temporary, "wb") as file:
-            file.write(content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError:  # a full disk, say: give the space back
+    except BaseException:  # a full disk, say, or Ctrl-C: give the space back
         temporary.unlink(missing_ok=True)
         raise
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    with replacing(path) as file:
+        file.write(content)
 
 
 def write_json(path: Path, value: Any) -> None:

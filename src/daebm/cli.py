@@ -1,4 +1,4 @@
-"""The command line: daebm run, list, show, report."""
+"""The command line: daebm run, list, show, report, pack, and for data of one's own fit, score, sample, inspect."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import torch
 import tyro
 
 from daebm import engine, report, runs
+from daebm.commands import Fit, Flag, Inspect, Sample, Score
 from daebm.config import Config, check_methods, resolve
 from daebm.errors import DaebmError, DivergenceError, InputError
 from daebm.experiments import EXPERIMENTS, experiment
@@ -22,7 +23,6 @@ from daebm.methods import METHODS
 from daebm.training import begin, step
 
 Name = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="EXPERIMENT")]
-Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 Settings = Annotated[list[str], tyro.conf.UseAppendAction, tyro.conf.arg(name="set", metavar="KEY=VALUE")]
 
 
@@ -224,9 +224,20 @@ def _seconds_per_iteration(config: Config, tries: int = 3) -> float:
 def main() -> None:
     """Entry point: user errors become one sentence and exit status 2."""
     command = tyro.extras.subcommand_cli_from_dict(
-        {"run": Run, "list": List, "show": Show, "report": Report, "pack": Pack},
+        {
+            "fit": Fit,
+            "score": Score,
+            "sample": Sample,
+            "inspect": Inspect,
+            "run": Run,
+            "list": List,
+            "show": Show,
+            "report": Report,
+            "pack": Pack,
+        },
         prog="daebm",
-        description="Energy-based models that can be trusted: train, sample, compare.",
+        description="Energy-based models that can be trusted: for data of your own fit, score, sample and inspect; for "
+        "the experiments of this package run, list, show, report and pack.",
     )
     try:
         command()
@@ -240,6 +251,11 @@ def main() -> None:
         print(
             "daebm: the GPU is out of memory: lower batch, block or width (--set batch=100), or free it of other work",
             file=sys.stderr,
+        )
+        sys.exit(2)
+    except MemoryError:
+        print(
+            "daebm: out of memory: give fewer rows or columns, smaller pictures (--size), or free it", file=sys.stderr
         )
         sys.exit(2)
     except KeyboardInterrupt:

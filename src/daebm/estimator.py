@@ -27,20 +27,22 @@ from daebm import checkpoint, conformal, recipe
 from daebm.data import Dataset
 from daebm.errors import CheckpointError, InputError
 from daebm.fitting import LARGEST_VALIDATION, Watch, energies, normalise
-from daebm.model import Model, load
+from daebm.model import Model, assembled
 from daebm.samplers.langevin import energy_and_gradient
 from daebm.samplers.mgms import at_level
 from daebm.training import train
 from daebm.units import Floats, Units
 
 SCORES = ("energy", "profile")
+PER_SCORE = ("calibration", "validation", "examples")  # attributes that hold an array for each of them
 CALIBRATION, LARGEST_CALIBRATION = 5, 1000  # one row in five is kept for calibration, up to so many
 VALIDATION = 10  # one row in ten is kept to watch training by, up to LARGEST_VALIDATION
 SAMPLE_VISITS = 8  # to level 0 before a chain is taken as a sample: the first one alone comes too early
-# A stream of its own, beside the training's, which starts at the seed itself.
-SAMPLE_SEED = 70_000_027
+# Streams of their own, beside the training's, which starts at the seed itself.
+SAMPLE_SEED, NOISE_SEED = 70_000_027, 80_000_023
 DECIMALS = 9  # of a score, in nats
 CHUNK = 1 << 17  # numbers per evaluation; bounds memory
+EXAMPLES = 8  # calibration rows that are kept at either end, to be looked at
 # Beyond these a fit says so. A gap is per dimension, as a Gaussian with d numbers a row has one that grows with d.
 LARGEST_GAP, GAP_PER_DIMENSION = 0.2, 0.05  # nats
 LEAST_ACCEPTANCE, LEAST_TRIPS, LARGEST_ERROR = 0.4, 1.0, 0.1
@@ -82,6 +84,9 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
     log_normaliser_, log_normaliser_se_ : log of the integral of exp(-U) at level 0, and its standard error in nats
     offset_ : the score under which `predict` flags
     calibration_ : sorted scores of the rows kept for calibration, of either kind of score
+    validation_ : the same of the rows that training was watched by
+    noisy_ : log densities of the calibration rows with the floor's noise added, as the model's own samples have it
+    examples_ : the eight least and the eight most normal calibration rows, sorted like their scores, of either kind
     history_ : a dictionary for every look during training: held-out log density, gap, acceptance, round trips
     """
 
@@ -137,8 +142,12 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
         self.history_, self.n_iter_ = watch.history, state.iteration
         self.log_normaliser_, self.log_normaliser_se_ = float(constants.value[0]), float(constants.error[0])
         self.profile_mean_, self.profile_precision_ = _profile_law(self._profiles(x[rows.train]))
-        self.calibration_ = {kind: np.sort(self._scores(x[rows.calibration], kind)) for kind in SCORES}
-        for concern in self._concerns():
+        scores = {kind: self._scores(x[rows.calibration], kind) for kind in SCORES}
+        self.examples_ = {kind: x[rows.calibration[_ends(values)]] for kind, values in scores.items()}
+        self.validation_ = {kind: np.sort(self._scores(x[rows.validation], kind)) for kind in SCORES}
+        self.noisy_ = self._noisy_log_density(x[rows.calibration])
+        self.calibration_ = {kind: np.sort(values) for kind, values in scores.items()}
+        for concern in self.concerns():
             warnings.warn(concern, ConvergenceWarning, stacklevel=3)
         return self
 
@@ -220,11 +229,15 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
         return float(self.model_.ladder.floor)
 
     def save(self, folder: str | Path) -> None:
-        """Write model.safetensors and model.json, which `DAEBM.load` and, for the bare model, `daebm.load` read."""
+        """Write model.safetensors and model.json, which `DAEBM.load` and, for the bare model, `daebm.load` read.
+
+        Of the data they hold no more than `examples_`.
+        """
         check_is_fitted(self)
         arrays = {name: getattr(self.units_, name) for name in ("varies", "shift", "scale")}
-        arrays |= {f"calibration.{kind}": scores for kind, scores in self.calibration_.items()}
-        arrays |= {"profile_mean": self.profile_mean_, "profile_precision": self.profile_precision_}
+        for name in PER_SCORE:
+            arrays |= {f"{name}.{kind}": values for kind, values in getattr(self, name + "_").items()}
+        arrays |= {name: getattr(self, name + "_") for name in ("noisy", "profile_mean", "profile_precision")}
         tensors = {f"estimator.{name}": torch.from_numpy(np.ascontiguousarray(v)) for name, v in arrays.items()}
         parameters = {k: v.item() if isinstance(v, np.generic) else v for k, v in self.get_params().items()}
         if not isinstance(parameters["random_state"], int | None):
@@ -238,7 +251,7 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
             "seed": self.seed_,
             "iterations": self.n_iter_,
             "history": [{k: v if math.isfinite(v) else None for k, v in look.items()} for look in self.history_],
-            "n_features_in": self.n_features_in_,
+            "n_features_in": getattr(self, "n_features_in_", None),  # scikit-learn counts those of tables only
             "feature_names": [str(name) for name in getattr(self, "feature_names_in_", [])],
         }
         self.model_.save(folder, tensors, {"estimator": facts})
@@ -246,6 +259,8 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
     @classmethod
     def load(cls, folder: str | Path) -> DAEBM:
         """The estimator that `save` wrote, without its training state."""
+        if not checkpoint.exists(Path(folder), "model"):
+            raise CheckpointError(f"{folder} holds no estimator: name a folder that `daebm fit` or DAEBM.save wrote")
         tensors, everything = checkpoint.read(Path(folder), "model")
         if "estimator" not in everything:
             raise CheckpointError(f"{folder} holds a model but no estimator: read it with daebm.load")
@@ -255,16 +270,19 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
         array = {k.removeprefix("estimator."): v.numpy() for k, v in tensors.items() if k.startswith("estimator.")}
         self = cls(**facts["parameters"])
         self.units_ = Units(tuple(facts["event"]), array["varies"], array["shift"], array["scale"])
-        self.calibration_ = {kind: array[f"calibration.{kind}"] for kind in SCORES}
-        self.profile_mean_, self.profile_precision_ = array["profile_mean"], array["profile_precision"]
+        for name in PER_SCORE:
+            setattr(self, name + "_", {kind: array[f"{name}.{kind}"] for kind in SCORES})
+        for name in ("noisy", "profile_mean", "profile_precision"):
+            setattr(self, name + "_", array[name])
         self.log_normaliser_, error = facts["log_normaliser"], facts["log_normaliser_se"]
         self.log_normaliser_se_ = math.inf if error is None else error
         self.seed_, self.n_iter_ = facts["seed"], facts["iterations"]
         self.history_ = [{k: math.nan if v is None else v for k, v in look.items()} for look in facts["history"]]
-        self.n_features_in_ = facts["n_features_in"]
+        if facts["n_features_in"] is not None:
+            self.n_features_in_ = facts["n_features_in"]
         if facts["feature_names"]:
             self.feature_names_in_ = np.array(facts["feature_names"], dtype=object)
-        self._use(load(folder))
+        self._use(assembled(Path(folder), tensors, everything))
         self.config_ = self.model_.config
         return self
 
@@ -302,6 +320,12 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
         log_p = -energy - self.log_normaliser_ - self.units_.log_stretch
         return self._judged(x, log_p)
 
+    def _noisy_log_density(self, x: Floats) -> Floats:
+        generator = torch.Generator().manual_seed(self.seed_ + NOISE_SEED)
+        z = torch.cat(self._parts(x)).float()
+        noisy = self.model_.ladder.diffuse(z, torch.zeros(len(z), dtype=torch.long), generator).double()
+        return np.sort(-energies(self._energy, noisy) - self.log_normaliser_ - self.units_.log_stretch)
+
     def _scores(self, x: Floats, kind: str) -> Floats:
         if kind == "energy":
             return self._log_density(x)
@@ -331,11 +355,21 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
             columns += [u, slope.flatten(1).norm(dim=1).clamp(min=1e-12).log()]
         return torch.stack(columns, 1).numpy()
 
-    def _concerns(self) -> list[str]:
-        """What a user should know before trusting this fit, each with what to do."""
+    def concerns(self) -> list[str]:
+        """What you should know before trusting this fit, each with what to do: what `fit` warned of."""
+        check_is_fitted(self)
         last, chosen = self.history_[-1], next(look for look in reversed(self.history_) if look["chosen"])
         dimension = math.prod(self.units_.model_event)
         found = []
+        if self.n_iter_ < self.config_.iterations:  # a larger budget would end there too
+            more = (
+                f"give more rows or a larger floor (training ended at iteration {self.n_iter_} of "
+                f"{self.config_.iterations}, as held-out rows became less likely)"
+            )
+        elif "iterations" in (self.settings or {}) or self.budget == "large":
+            more = f"raise iterations in settings (now {self.config_.iterations})"
+        else:
+            more = "take a larger budget"
         if chosen["gap"] - 2 * chosen["gap_error"] > LARGEST_GAP + GAP_PER_DIMENSION * dimension:
             found.append(
                 f"the training rows are {chosen['gap']:.2g} nats likelier than held-out ones, so the model knows them "
@@ -344,17 +378,17 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
         if last["acceptance"] < LEAST_ACCEPTANCE:
             found.append(
                 f"only {last['acceptance']:.0%} of the sampler's steps are accepted, so training followed poor "
-                "samples: take a larger budget, or scale columns that span many orders of magnitude by their logarithm"
+                f"samples: take the logarithm of columns that span many orders of magnitude, or {more}"
             )
         if last["round_trips"] < LEAST_TRIPS:
             found.append(
                 f"the chains made {last['round_trips']:.2g} trips over the noise levels, too few to weigh distant "
-                "parts of the data against each other: take a larger budget"
+                f"parts of the data against each other: {more}"
             )
         if self.log_normaliser_se_ > LARGEST_ERROR + 0.01 * dimension:
             found.append(
                 f"log densities share an unknown constant of about {self.log_normaliser_se_:.2g} nats: compare them "
-                "with each other but not with other models, or take a larger budget"
+                f"with each other but not with other models, or {more}"
             )
         return found
 
@@ -363,6 +397,12 @@ def _kind(score_by: Any) -> str:
     if not isinstance(score_by, str) or score_by not in SCORES:
         raise InputError(f"score_by must be one of {', '.join(SCORES)}, got {score_by!r}")
     return score_by
+
+
+def _ends(scores: Floats) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Which rows score least and most, in the order of their scores; all of them if there are no more."""
+    order = np.argsort(scores, kind="stable")
+    return order if len(order) <= 2 * EXAMPLES else np.concatenate([order[:EXAMPLES], order[-EXAMPLES:]])
 
 
 @dataclass(frozen=True, eq=False)

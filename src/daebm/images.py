@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import math
 import os
 import struct
@@ -81,15 +82,8 @@ def image_folder(path: str | os.PathLike[str], size: int | None = None) -> Tenso
 
     With ``size`` each is cropped to its central square and resized; without, all must have one size already.
     """
-    root = Path(path).expanduser()
-    if not os.path.isdir(root):
-        raise InputError(f"{root} is not a folder: give one that holds pictures")
-    if size is not None and size < 1:
-        raise InputError(f"size must be at least 1, got {size}")
-    files = sorted(file for file in root.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
-    if not files:
-        raise InputError(f"{root} holds no {', '.join(SUFFIXES)} file: give a folder that holds pictures")
-    images = [_picture(file, size) for file in files]
+    files = picture_files(path)
+    images = [picture(file, size) for file in files]
     usual = Counter(image.shape for image in images).most_common(1)[0][0]
     for file, image in zip(files, images, strict=True):
         if image.shape != usual:
@@ -98,6 +92,44 @@ def image_folder(path: str | os.PathLike[str], size: int | None = None) -> Tenso
                 + ("convert it to grey or RGB like them" if image.shape[0] != usual[0] else "resize it or give size")
             )
     return torch.from_numpy(np.stack(images)).contiguous()
+
+
+def picture_files(path: str | os.PathLike[str]) -> list[Path]:
+    """All pictures under a folder, in the order of their paths."""
+    root = Path(path).expanduser()
+    if not os.path.isdir(root):
+        raise InputError(f"{root} is not a folder: give one that holds pictures")
+    files = sorted(file for file in root.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
+    if not files:
+        raise InputError(f"{root} holds no {', '.join(SUFFIXES)} file: give a folder that holds pictures")
+    return files
+
+
+def contact_sheet(x: NDArray[Any], seen: NDArray[Any]) -> bytes:
+    """Images (n, h, w) or (n, c, h, w) side by side as a PNG, to be looked at.
+
+    Black and white are 0 and 1, -1 and 1 or 0 and 255, as the values ``seen`` suggest, or else their least and largest.
+    """
+    low, high = float(seen.min()), float(seen.max())
+    for black, white in ((0.0, 1.0), (-1.0, 1.0), (0.0, 255.0)):
+        if black <= low and high <= white:
+            low, high = black, white
+            break
+    x = x[:, None] if x.ndim == 3 else x
+    if x.shape[1] not in (1, 3):
+        raise InputError(f"images with {x.shape[1]} channels are neither grey nor RGB: write them to an npy file")
+    grey = np.clip((x - low) / (high - low) * 255, 0, 255).round().astype(np.uint8)
+    zoom = max(1, 48 // max(x.shape[2:]))  # pixels that can be seen
+    tiles = np.pad(grey.repeat(zoom, 2).repeat(zoom, 3), ((0, 0), (0, 0), (1, 1), (1, 1)), constant_values=128)
+    across = math.ceil(math.sqrt(len(tiles)))
+    down = math.ceil(len(tiles) / across)
+    blank = np.full((across * down - len(tiles), *tiles.shape[1:]), 255, np.uint8)
+    c, h, w = tiles.shape[1:]
+    sheet = np.concatenate([tiles, blank]).reshape(down, across, c, h, w).transpose(0, 3, 1, 4, 2)
+    sheet = sheet.reshape(down * h, across * w, c)
+    buffer = io.BytesIO()
+    Image.fromarray(sheet if c == 3 else sheet[..., 0]).save(buffer, "PNG")
+    return buffer.getvalue()
 
 
 def _unpacked(path: Path) -> tuple[bytes, bytes]:
@@ -207,8 +239,13 @@ def _download(name: str, key: str, looked: str) -> Path:
     raise InputError(f"{file} is not in {looked}, and downloading it failed ({problem}): get {url} and {own}")
 
 
-def _picture(file: Path, size: int | None) -> NDArray[np.uint8]:
-    """One picture as (c, h, w), upright as a viewer shows it: grey, also from a grey palette, or RGB; without alpha."""
+def picture(file: Path, size: int | None) -> NDArray[np.uint8]:
+    """One picture as (c, h, w), upright as a viewer shows it: grey, also from a grey palette, or RGB; without alpha.
+
+    With ``size`` it is cropped to its central square and resized.
+    """
+    if size is not None and size < 1:
+        raise InputError(f"size must be at least 1, got {size}")
     try:
         with Image.open(file) as opened:
             image = ImageOps.exif_transpose(opened)

@@ -27,12 +27,16 @@ from daebm.state import TrainingState, holds_state, read_state
 Array = TypeVar("Array", np.ndarray[Any, Any], Tensor)
 CHUNK = 1 << 17  # numbers per network evaluation; bounds memory
 PROFILE_CHUNK = 1 << 19  # a GPU wants more at a time, and there is a level at a time
+LEAST_TRIP = 100  # transitions: a training shorter than this has not shown how long a round trip is
+SAMPLE_CHUNK, LARGEST_SAMPLE = 1 << 20, 1 << 28  # numbers that are drawn at once, and in a call: a GiB
 
 
 @dataclass(eq=False)
 class Model:
     """U(x, t) with its ladder, frozen step sizes and units. x is in data units; a level-t point is
-    shift + scale * (sqrt(abar_t) z + sqrt(v_t) eps) for standardised z."""
+    shift + scale * (sqrt(abar_t) z + sqrt(v_t) eps) for standardised z.
+
+    ``trip`` is how many transitions a chain took for a round trip over the levels in training; None is not known."""
 
     config: Config
     network: nn.Module
@@ -41,6 +45,7 @@ class Model:
     event: tuple[int, ...]
     shift: float
     scale: float
+    trip: float | None = None
 
     def __post_init__(self) -> None:
         self.network.eval().requires_grad_(False)
@@ -51,7 +56,8 @@ class Model:
         network = copy.deepcopy(state.network)
         network.load_state_dict(network.state_dict() | state.average)
         sigma = state.steps.sigma.clone()
-        return cls(config, network, ladder, sigma, dataset.event, dataset.shift, dataset.scale)
+        trip = _trip(config, state.iteration, state.chains.trips)
+        return cls(config, network, ladder, sigma, dataset.event, dataset.shift, dataset.scale, trip)
 
     @property
     def device(self) -> torch.device:
@@ -94,11 +100,23 @@ class Model:
 
         With levels: Algorithm 3 with stopping rule M = ``visits``. The first visit is a hitting time, so M = 1 is not
         an exact draw from exp(-U(x, 0)); larger M, or `draw` with ``transitions``, come closer at a price. A plain EBM
-        runs the Langevin steps its method uses. ``clean`` removes the noise floor by Tweedie's formula.
+        runs the Langevin steps its method uses. ``clean`` removes the noise floor by Tweedie's formula. A model whose
+        labels do not reach level 0, by what a round trip took in training, is an error and no endless run.
         """
+        each = math.prod(self.event)
+        if count * each > LARGEST_SAMPLE:
+            raise InputError(
+                f"{count} samples of {each} numbers are too many for one call: draw at most {LARGEST_SAMPLE // each}, "
+                "and more with other seeds"
+            )
+        generator = torch.Generator(self.device).manual_seed(seed)
+        rows = max(1, SAMPLE_CHUNK // each)
+        parts = []
         with exactly():
-            drawn = self.draw(count, torch.Generator(self.device).manual_seed(seed), visits)
-            return self.to_data(self.cleaned(drawn.x) if clean else drawn.x).cpu().numpy()
+            for done in range(0, max(count, 1), rows):
+                x = self.draw(min(rows, count - done), generator, visits).x
+                parts.append(self.to_data(self.cleaned(x) if clean else x).cpu().numpy())
+        return np.concatenate(parts)
 
     def long_run(self, x: Array, steps: int, seed: int = 0, kernel: str = "mala") -> Array:
         """``steps`` Langevin steps at t = 0 from data points x; how many steps a chain keeps its place tells a lot."""
@@ -139,7 +157,10 @@ class Model:
             if annealed_steps:
                 start = sampling.annealed(sampler, start, annealed_steps, generator, self.config.label_move == "carry")
             if transitions is None:
-                return sampling.until_visits(sampler, start, visits, generator)
+                # A walk between neighbouring levels takes their number squared: a guess where nothing was recorded.
+                trip = self.ladder.levels**2 if self.trip is None else max(self.trip, self.ladder.levels)
+                patience = sampling.patience(count * max(visits, 1), max(trip, LEAST_TRIP))
+                return sampling.until_visits(sampler, start, visits, generator, patience)
             x, t, gradients = sampling.transitions(sampler, start, transitions, generator)
             return sampling.Drawn(x[t == 0], t[t == 0], gradients)
 
@@ -187,7 +208,7 @@ class Model:
             "sigma": self.sigma,
         }
         data = {"event": list(self.event), "shift": self.shift, "scale": self.scale}
-        facts = {"config": self.config.to_json(), "data": data} | (more_facts or {})
+        facts = {"config": self.config.to_json(), "data": data, "trip": self.trip} | (more_facts or {})
         checkpoint.write(Path(folder), "model", tensors, facts)
 
     def _points(self, x: Array) -> Tensor:
@@ -223,12 +244,21 @@ def load(folder: str | Path, network: nn.Module | None = None) -> Model:
     folder = Path(folder)
     if holds_state(folder):
         tensors, facts = read_state(folder)
-        sigma = tensors["steps.sigma"]
+        tensors["sigma"] = tensors["steps.sigma"]
+        facts["trip"] = _trip(Config.from_json(facts["config"]), facts["iteration"], tensors["chains.trips"])
     elif checkpoint.exists(folder, "model"):
         tensors, facts = checkpoint.read(folder, "model")
-        sigma = tensors["sigma"]
     else:
-        raise CheckpointError(f"{folder} holds no daebm run or model: name the folder of `daebm run --out`")
+        raise CheckpointError(
+            f"{folder} holds no daebm run or model: name the --out folder of `daebm run` or `daebm fit`"
+        )
+    return assembled(folder, tensors, facts, network)
+
+
+def assembled(
+    folder: Path, tensors: dict[str, Tensor], facts: dict[str, Any], network: nn.Module | None = None
+) -> Model:
+    """The model of what was read from ``folder``."""
     config = Config.from_json(facts["config"])
     ladder = Ladder(tensors["ladder.abar"], tensors["ladder.variance"])
     event = tuple(facts["data"]["event"])
@@ -244,4 +274,11 @@ def load(folder: str | Path, network: nn.Module | None = None) -> Model:
             f"the weights in {folder} do not fit network {config.network!r}: for a network of your own call "
             "load(folder, network)"
         ) from error
-    return Model(config, network, ladder, sigma, event, facts["data"]["shift"], facts["data"]["scale"])
+    shift, scale = facts["data"]["shift"], facts["data"]["scale"]
+    return Model(config, network, ladder, tensors["sigma"], event, shift, scale, facts.get("trip"))
+
+
+def _trip(config: Config, iteration: int, trips: Tensor) -> float:
+    """Transitions per round trip: those of a chain in training over its trips. Fewer than one trip count as one."""
+    made = max(0, iteration - config.warm) * config.bursts * config.batch / config.store
+    return made / max(1.0, float(trips.double().mean()))

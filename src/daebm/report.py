@@ -39,7 +39,7 @@ def write_run(folder: Path, config: Config, summary: Summary, arrays: Arrays) ->
     """figures/*.png and report.html of one run."""
     it = experiment(config.experiment)
     figures = {"training": _training_figure(folder, summary), **it.figures(summary, arrays)}
-    table = [
+    results = [
         ("", "this run", "truth"),
         *((c.title, show(summary.get(c.key)), c.truth) for c in it.columns if c.key in summary),
     ]
@@ -47,12 +47,12 @@ def write_run(folder: Path, config: Config, summary: Summary, arrays: Arrays) ->
     everything = [("key", "value"), *((k, show(v)) for k, v in summary.items())]
     body = (
         _heading(it, METHODS[config.method].title, summary)
-        + _table(table)
+        + table(results)
         + _pictures(figures, folder / "figures")
-        + _details("Every figure of summary.json", _table(everything))
-        + _details("Settings", _table(settings))
+        + details("Every figure of summary.json", table(everything))
+        + details("Settings", table(settings))
     )
-    _write_page(folder / "report.html", f"daebm: {config.experiment}, {config.method}", body)
+    write_page(folder / "report.html", f"daebm: {config.experiment}, {config.method}", body)
 
 
 def write_comparison(folder: Path, runs: Mapping[str, tuple[Config, Summary, Arrays]]) -> None:
@@ -70,13 +70,13 @@ def write_comparison(folder: Path, runs: Mapping[str, tuple[Config, Summary, Arr
     body = (
         f"<h1>{html.escape(it.title)}</h1>"
         + "".join(f"<p><small>{html.escape(c)}</small></p>" for c in commands)
-        + _table(rows)
+        + table(rows)
         + _pictures(figures, folder / "figures")
     )
     checkpoint.write_json(
         folder / "comparison.json", {title: summary for title, (_config, summary, _arrays) in runs.items()}
     )
-    _write_page(folder / "report.html", f"daebm: {it.name}", body)
+    write_page(folder / "report.html", f"daebm: {it.name}", body)
 
 
 def comparison_table(it: Experiment, summaries: Mapping[str, Summary]) -> list[tuple[str, ...]]:
@@ -147,7 +147,7 @@ def _heading(it: Experiment, title: str, summary: Summary) -> str:
     return f"<h1>{html.escape(it.title)}</h1><h2>{html.escape(title)}</h2><p><small>{html.escape(line)}</small></p>"
 
 
-def _table(rows: Iterable[tuple[str, ...]]) -> str:
+def table(rows: Iterable[tuple[str, ...]]) -> str:
     lines = []
     for i, row in enumerate(rows):
         tag = "th" if i == 0 else "td"
@@ -155,7 +155,7 @@ def _table(rows: Iterable[tuple[str, ...]]) -> str:
     return "<table>" + "\n".join(lines) + "</table>"
 
 
-def _details(title: str, content: str) -> str:
+def details(title: str, content: str) -> str:
     return f"<details><summary>{html.escape(title)}</summary>{content}</details>"
 
 
@@ -164,15 +164,25 @@ def _pictures(figures: Mapping[str, Figure], folder: Path) -> str:
     folder.mkdir(exist_ok=True)
     parts = []
     for name, figure in figures.items():
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", dpi=110)
-        checkpoint.write_atomically(folder / f"{name}.png", buffer.getvalue())
-        encoded = base64.b64encode(buffer.getvalue()).decode()
-        parts.append(f'<p><img alt="{html.escape(name)}" src="data:image/png;base64,{encoded}"></p>')
+        content = png(figure)
+        checkpoint.write_atomically(folder / f"{name}.png", content)
+        parts.append(inline(name, content))
     return "\n".join(parts)
 
 
-def _write_page(path: Path, title: str, body: str) -> None:
+def png(figure: Figure) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=110)
+    return buffer.getvalue()
+
+
+def inline(name: str, content: bytes) -> str:
+    """A PNG as part of a page."""
+    encoded = base64.b64encode(content).decode()
+    return f'<p><img alt="{html.escape(name)}" src="data:image/png;base64,{encoded}"></p>'
+
+
+def write_page(path: Path, title: str, body: str) -> None:
     page = (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>'
         f"<style>{STYLE}</style><body>{body}</body></html>"

@@ -5,6 +5,7 @@ Every function counts the energy gradients it spent, over all chains.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -56,22 +57,36 @@ def transitions(sampler: Sampler, start: Drawn, count: int, generator: torch.Gen
     return Drawn(x, t, start.gradients + count * (sampler.steps + 1) * len(x))
 
 
+def patience(waits: int, trip: float) -> int:
+    """Transitions after which a chain that still waits for level 0 is given up, out of ``waits`` such waits in all.
+
+    None is longer on average than a round trip over the levels, of ``trip`` transitions, and the tail of a wait falls
+    off like an exponential's. The longest of so many is then about 1 + log(waits) trips; three times that leaves room
+    for a trip that was judged from few.
+    """
+    return math.ceil(3 * trip * (1 + math.log(waits)))
+
+
 def until_visits(
-    sampler: Sampler, start: Drawn, visits: int, generator: torch.Generator, maximum: int = 100_000
+    sampler: Sampler, start: Drawn, visits: int, generator: torch.Generator, maximum: int = 10_000
 ) -> Drawn:
     """Algorithm 3: each chain runs until ``visits`` (M) of its transitions have ended at t = 0; x at that moment.
 
     A visit counts however long the chain has been there, as in the released code. Chains that have arrived stop, so
-    the cost is what their own stopping times add up to.
+    the cost is what their own stopping times add up to. One that waits ``maximum`` transitions for a visit is an error.
     """
     _positive(visits=visits, maximum=maximum)
     x, t = start.x.clone(), start.t.clone()
     missing = torch.full_like(t, visits)
+    waited = torch.zeros_like(t)
     gradients = start.gradients
-    for _ in range(maximum):
-        active = (missing > 0).nonzero().squeeze(1)
-        if len(active) == 0:
-            break
+    while len(active := (missing > 0).nonzero().squeeze(1)):
+        if int(waited[active].max()) >= maximum:
+            raise DaebmError(
+                f"{len(active)} of {len(x)} chains have not been at level 0 {visits} times, and one has waited for it "
+                f"for {maximum} transitions: the labels of this model hardly mix; train it for longer, on more levels "
+                "or with a larger noise floor"
+            )
         x[active], t[active], _info = transition(
             sampler.kernel,
             sampler.energy,
@@ -82,14 +97,11 @@ def until_visits(
             sampler.move,
             generator,
         )
-        missing[active] -= (t[active] == 0).long()
+        there = t[active] == 0
+        missing[active] -= there.long()
+        waited[active] = torch.where(there, 0, waited[active] + 1)
         gradients += (sampler.steps + 1) * len(active)
-    if not (missing > 0).any():
-        return Drawn(x, t, gradients)
-    raise DaebmError(
-        f"{int((missing > 0).sum())} of {len(x)} chains did not reach level 0 {visits} times within {maximum} "
-        "transitions: the labels of this model hardly mix; raise the limit, or train with more levels"
-    )
+    return Drawn(x, t, gradients)
 
 
 def annealed(sampler: Sampler, start: Drawn, steps: int, generator: torch.Generator, carry: bool = False) -> Drawn:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -106,4 +106,4 @@ def with_pilot_step(model: Model, x: Tensor, generator: torch.Generator) -> Mode
                 steps.adapt()
     sigma = model.sigma.clone()
     sigma[0] = steps.sigma[0]
-    return Model(model.config, model.network, model.ladder, sigma, model.event, model.shift, model.scale)
+    return replace(model, sigma=sigma)
