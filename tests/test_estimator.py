@@ -365,6 +365,8 @@ def test_recipe_follows_shape_and_size() -> None:
     assert config.floor == 0 and config.octaves == 3 and config.iterations == recipe.BUDGETS["medium"]
     other = recipe.choose(many, "medium", "auto", 0)
     assert other.floor > 0 and other.octaves == 0 and other.iterations == pytest.approx(0.3 * config.iterations, abs=1)
+    assert other.learning_rate == config.learning_rate  # ten rows a column
+    assert recipe.choose(many[:75], "medium", "auto", 0).learning_rate == pytest.approx(config.learning_rate / 2)
     assert recipe.choose(few.round(), "small", "auto", 0).floor > 0  # repeated values are spikes
     together = torch.randn(400, 1).repeat(1, 1000)  # columns that vary together need more noise to become N(0, I)
     assert recipe.choose(together, "small", "auto", 0).last_variance > config.last_variance
