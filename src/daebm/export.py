@@ -80,4 +80,6 @@ def write_onnx(path: str | Path, log_density: LogDensity, event: tuple[int, ...]
         verbose=False,
     )
     assert program is not None  # only a call with a path returns nothing
-    write_atomically(Path(path), program.model_proto.SerializeToString())
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, program.model_proto.SerializeToString())
