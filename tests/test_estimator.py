@@ -340,10 +340,11 @@ def test_one_row_or_many_give_the_same_score(fitted: DAEBM) -> None:
 
 
 def test_convergence_warnings_say_what_to_do() -> None:
-    """Sixty rows of thirty numbers with hardly a floor, and four iterations."""
+    """Sixty rows of thirty numbers with hardly a floor, long steps and no look before the end; and four iterations."""
     x = np.random.default_rng(0).standard_normal((60, 30))
     with pytest.warns(ConvergenceWarning, match=r"by heart: give more rows, a smaller budget, or a larger floor"):
-        quick(fpr=0.2, floor=0.01).fit(x)
+        heart = {"learning_rate": 0.01, "iterations": 60, "checkpoint_every": 60}
+        quick(fpr=0.2, floor=0.01, settings=QUICK | heart).fit(x)
     with pytest.warns(ConvergenceWarning, match="trips over the noise levels, too few"):
         quick(fpr=0.2, settings=QUICK | {"iterations": 4}).fit(x[:, :8])
 
