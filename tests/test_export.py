@@ -42,7 +42,7 @@ TABLE = np.insert(RNG.standard_normal((100, 3)) * [1, 1e3, 1e-3] + [1e6, -5e7, 0
         (RNG.standard_normal((100, 12)), {}, 1e-8),
         (100 + 20 * RNG.standard_normal((100, 6, 5)), {}, 1e-8),
         # Convolutions are float32: 7 digits of energies of some hundred nats.
-        (100 + 20 * RNG.standard_normal((60, 2, 8, 8)), {"network": "level-resnet", "width": 8, "hidden": 1}, 1e-4),
+        (100 + 20 * RNG.standard_normal((40, 1, 8, 8)), {"network": "level-resnet", "width": 4, "hidden": 1}, 1e-4),
     ],
     ids=["few columns", "table", "images", "residual network"],
 )
