@@ -350,10 +350,11 @@ def test_one_row_or_many_give_the_same_score(fitted: DAEBM) -> None:
 
 
 def test_convergence_warnings_say_what_to_do() -> None:
-    """Sixty rows of thirty numbers with hardly a floor, and four iterations."""
+    """Sixty rows of thirty numbers with hardly a floor, long steps and no look before the end; and four iterations."""
     x = np.random.default_rng(0).standard_normal((60, 30))
     with pytest.warns(ConvergenceWarning, match=r"by heart: give more rows, a smaller budget, or a larger floor"):
-        quick(fpr=0.2, floor=0.01).fit(x)
+        heart = {"learning_rate": 0.01, "iterations": 60, "checkpoint_every": 60}
+        quick(fpr=0.2, floor=0.01, settings=QUICK | heart).fit(x)
     with pytest.warns(ConvergenceWarning, match="trips over the noise levels, too few"):
         quick(fpr=0.2, settings=QUICK | {"iterations": 4}).fit(x[:, :8])
 
@@ -419,6 +420,8 @@ def test_recipe_follows_shape_and_size() -> None:
     assert config.floor == 0 and config.octaves == 3 and config.iterations == recipe.BUDGETS["medium"]
     other = recipe.choose(many, "medium", "auto", 0)
     assert other.floor > 0 and other.octaves == 0 and other.iterations == pytest.approx(0.3 * config.iterations, abs=1)
+    assert other.learning_rate == config.learning_rate  # ten rows a column
+    assert recipe.choose(many[:75], "medium", "auto", 0).learning_rate == pytest.approx(config.learning_rate / 2)
     assert recipe.choose(few.round(), "small", "auto", 0).floor > 0  # repeated values are spikes
     together = torch.randn(400, 1).repeat(1, 1000)  # columns that vary together need more noise to become N(0, I)
     assert recipe.choose(together, "small", "auto", 0).last_variance > config.last_variance

@@ -5,7 +5,7 @@ import torch
 
 from daebm import Config, Ladder
 from daebm.errors import InputError
-from daebm.networks import GatedMLP, GaussianTop, LevelMLP, ReluBasis, ReluMLP, build
+from daebm.networks import DiffusedGaussian, GatedMLP, GaussianTop, LevelMLP, ReluBasis, ReluMLP, build
 
 
 def parameters(network: torch.nn.Module) -> int:
@@ -42,6 +42,19 @@ def test_level_mlp_starts_as_the_diffused_gaussian() -> None:
         normal = torch.distributions.MultivariateNormal(float(ladder.abar[t]) ** 0.5 * data.mean(0), covariance)
         expected = -normal.log_prob(x) - 1.5 * torch.log(torch.tensor(2 * torch.pi))
         torch.testing.assert_close(network(x, torch.full((50,), t)), expected, rtol=1e-4, atol=1e-4)  # float32
+
+
+def test_few_rows_do_not_understate_the_spread() -> None:
+    """Forty rows of thirty independent columns: fresh rows lie further out than these rows, but not by factors."""
+    generator = torch.Generator().manual_seed(0)
+    data, fresh = torch.randn(40, 30, generator=generator), torch.randn(2000, 30, generator=generator)
+    base = DiffusedGaussian(data, Ladder.geometric(30, floor=0.05))
+    level = torch.zeros(2000, dtype=torch.int64)
+    # 15 in the mean of the true Gaussian; the covariance of the forty rows as it is gives 72.
+    assert 12 < float(base.half_square(fresh, level).mean()) < 20
+    plain = torch.linalg.inv(torch.cov(data.T) + 0.05**2 * torch.eye(30))
+    away = fresh - data.mean(0)
+    assert float((away @ plain * away).sum(1).mean() / 2) > 40
 
 
 def test_carrying_keeps_the_whitened_coordinates_and_states_the_volume() -> None:

@@ -256,6 +256,16 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
         }
         self.model_.save(folder, tensors, {"estimator": facts})
 
+    def export_onnx(self, path: str | Path) -> None:
+        """Write `log_density` as an ONNX file for other runtimes: float64 rows in the units of X, any number of them.
+
+        The input is ``x``, the output ``log_density``, whatever ``score_by``. Needs the extra ``onnx``.
+        """
+        from daebm.export import LogDensity, write_onnx
+
+        check_is_fitted(self)
+        write_onnx(path, LogDensity(self._energy, self.units_, self.log_normaliser_), self.units_.event)
+
     @classmethod
     def load(cls, folder: str | Path) -> DAEBM:
         """The estimator that `save` wrote, without its training state."""

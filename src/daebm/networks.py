@@ -16,6 +16,8 @@ from daebm.config import Config
 from daebm.errors import InputError
 from daebm.ladder import Ladder
 
+ENOUGH_ROWS = 10  # for each dimension: a covariance from as many needs no shrinking
+
 
 class ReluBasis(nn.Module):
     """The paper's 1-D energy: U(x, t) = (x / 10)^2 + theta_t . (x - knots)_+ + c_t, knots -4..4 by .1.
@@ -99,10 +101,22 @@ def _kaiming(module: nn.Module, gain: float) -> None:
             nn.init.zeros_(part.bias)
 
 
+def _covariance(data: Tensor) -> Tensor:
+    """Of rows (n, d). Few rows understate the spread along some directions, and new rows that have it look absurd: the
+    covariance is shrunk towards equal variances then, by as much as Ledoit and Wolf (2004) find best."""
+    rows, dimension = data.shape
+    if rows >= ENOUGH_ROWS * dimension:
+        return torch.cov(data.T).reshape(dimension, dimension)
+    from sklearn.covariance import ledoit_wolf  # here, as its import takes as long as all the rest
+
+    return torch.from_numpy(ledoit_wolf(data.cpu().numpy())[0]).to(data)
+
+
 class DiffusedGaussian(nn.Module):
     """U(x, t) = 1/2 |C_t^(-1/2) (x - m_t)|^2 + 1/2 log det C_t: the Gaussian of the data, diffused to every level.
 
-    m_t = sqrt(abar_t) m and C_t = abar_t S + v_t I, with mean m and covariance S of standardised ``data``.
+    m_t = sqrt(abar_t) m and C_t = abar_t S + v_t I, with mean m and covariance S of standardised ``data``, shrunk if
+    rows are few.
     """
 
     axes: Tensor
@@ -113,7 +127,7 @@ class DiffusedGaussian(nn.Module):
     def __init__(self, data: Tensor, ladder: Ladder) -> None:
         super().__init__()
         data = data.flatten(1).double()
-        spread, axes = torch.linalg.eigh(torch.cov(data.T).reshape(data.shape[1], -1))
+        spread, axes = torch.linalg.eigh(_covariance(data))
         # A single clean level has no noise to take a scale from.
         noise = ladder.variance if ladder.top else ladder.variance.clamp(min=1e-4)
         self.noise = torch.where(noise > 0, noise, noise[min(1, ladder.top)])  # the scale of each level, (T + 1,)

@@ -65,6 +65,12 @@ class Units:
             return float(np.log(self.scale[self.varies]).sum())
         return math.prod(self.event) * float(np.log(self.scale[0]))
 
+    @property
+    def near(self) -> Floats:
+        """How close to its one value a constant column must be: ten times what passes for constant in `of`; a spread
+        is at most sqrt(2 n) times an sd."""
+        return np.maximum(10 * CONSTANT * np.abs(self.shift), 1e10 * SMALLEST)
+
     def to_model(self, x: Floats) -> Floats:
         z = (x - self.shift) / self.scale
         return z[:, self.varies] if self.table else z.reshape(len(z), *self.model_event)
@@ -81,9 +87,7 @@ class Units:
         """Rows (n,) with another value in a column that had only one."""
         if not self.table:
             return np.zeros(len(x), dtype=bool)
-        there, own = x[:, ~self.varies], self.shift[~self.varies]
-        # Ten times what passes for constant in `of`; a spread is at most sqrt(2 n) times an sd.
-        near = np.maximum(10 * CONSTANT * np.abs(own), 1e10 * SMALLEST)
         with np.errstate(over="ignore"):
-            off: np.ndarray[Any, np.dtype[np.bool_]] = (np.abs(there - own) > near).any(1)
+            away = np.abs(x - self.shift)[:, ~self.varies]
+        off: np.ndarray[Any, np.dtype[np.bool_]] = (away > self.near[~self.varies]).any(1)
         return off
