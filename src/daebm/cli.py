@@ -1,4 +1,4 @@
-"""The command line: daebm run, list, show, report, pack, and for data of one's own fit, score, sample, inspect."""
+"""The command line: daebm run, list, show, report, pack, ood, and for data of one's own fit, score, sample, inspect."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from typing import Annotated
 import torch
 import tyro
 
-from daebm import engine, report, runs
+from daebm import checkpoint, engine, report, runs
 from daebm.commands import Fit, Flag, Inspect, Sample, Score
 from daebm.config import Config, check_methods, resolve
 from daebm.errors import DaebmError, DivergenceError, InputError
 from daebm.experiments import EXPERIMENTS, experiment
+from daebm.images import load_images
 from daebm.methods import METHODS
+from daebm.model import load, model_folder
 from daebm.training import begin, step
 
 Name = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="EXPERIMENT")]
@@ -158,6 +160,63 @@ class Show:
 
 
 @dataclass
+class Ood:
+    """How well a trained image model tells its own test images from others, beside detectors that need no model."""
+
+    model: Annotated[str, tyro.conf.arg(metavar="MODEL")]
+    """fashion-mnist, which comes with this package, or the folder of a run."""
+    out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+    """Folder for report.html and ood.json; the table alone is printed when not given."""
+    images: int = 0
+    """At most so many test images of each set, spread evenly; 0 is all of them."""
+    scores: Annotated[list[str], tyro.conf.arg(metavar="NAME")] = field(default_factory=lambda: ["energy", "features"])
+    """energy, features, profile (a gradient at every level: hours for all images without a GPU)."""
+    device: str = "cpu"
+    """cpu or cuda."""
+    data_dir: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+    """Where image files are looked for first; the environment variable DAEBM_DATA does the same."""
+    threads: int = 0
+    """CPU threads; 0 leaves torch's choice."""
+
+    def __call__(self) -> None:
+        from daebm import detection
+
+        _set_threads(self.threads)
+        if self.data_dir is not None:
+            os.environ["DAEBM_DATA"] = str(self.data_dir)
+        known = ("energy", *detection.LAWS)
+        if wrong := [name for name in self.scores if name not in known] or not self.scores:
+            raise InputError(f"--scores takes {', '.join(known)}, got {wrong or 'none'}")
+        if self.images < 0:
+            raise InputError(f"--images must be 0 or more, got {self.images}")
+        if self.out is not None and self.out.exists():
+            raise InputError(f"{self.out} is there already: choose another --out")
+        if self.device not in ("cpu", "cuda") or (self.device == "cuda" and not torch.cuda.is_available()):
+            raise InputError(f"--device {self.device} is not to be had here: leave it out")
+        model = load(self.model).to(self.device)
+        inside = model.config.experiment
+        if inside not in detection.SETS:
+            raise InputError(f"{self.model} is a model of {inside or 'other data'}: ood is for fashion-mnist and mnist")
+        sets, (train, _labels) = detection.sets_of_images(inside, self.images), load_images(inside, "train")
+        laws = detection.saved_laws(model_folder(self.model))
+        laws = {
+            name: laws.get(name) or detection.fit_law(name, model, train) for name in self.scores if name != "energy"
+        }
+        scores = {name: score for name, score in detection.model_scores(model, laws).items() if name in self.scores}
+        found = detection.detect(scores | detection.baseline_scores(train), sets)
+        lines = detection.lines(found)
+        for line in lines:
+            print("  ".join(f"{cell:<22}" for cell in line).rstrip())
+        if self.out is not None:
+            self.out.mkdir(parents=True)
+            checkpoint.write_json(self.out / "ood.json", {"model": self.model, "rows": detection.rows(found)})
+            pictures = "".join(report.inline(k, report.png(v)) for k, v in detection.figures(found).items())
+            body = f"<h1>{inside} against other images</h1>" + report.table(lines) + pictures
+            report.write_page(self.out / "report.html", f"daebm: ood {self.model}", body)
+            print(f"report: {self.out / 'report.html'}")
+
+
+@dataclass
 class Report:
     """Print a table over finished runs of one experiment and write a comparison report."""
 
@@ -234,10 +293,11 @@ def main() -> None:
             "show": Show,
             "report": Report,
             "pack": Pack,
+            "ood": Ood,
         },
         prog="daebm",
         description="Energy-based models that can be trusted: for data of your own fit, score, sample and inspect; for "
-        "the experiments of this package run, list, show, report and pack.",
+        "the experiments of this package run, list, show, report, pack and ood.",
     )
     try:
         command()

@@ -18,7 +18,7 @@ import tyro
 from daebm import checkpoint, conformal, tables
 from daebm.errors import CheckpointError, InputError
 from daebm.images import contact_sheet
-from daebm.model import load
+from daebm.model import load, model_folder
 from daebm.state import holds_state
 from daebm.units import Floats
 
@@ -193,14 +193,6 @@ class Inspect:
             inspection.write(out, detector, self.model)
         print(_facts(detector))
         print(f"report: {out}")
-
-
-def model_folder(name: str) -> Path:
-    """Where the model called ``name`` lies: for now every name is the path of a folder."""
-    folder = Path(name)
-    if not folder.is_dir():
-        raise InputError(f"there is no model {name}: name a folder that `daebm fit --out` has written")
-    return folder
 
 
 def _detector(name: str) -> DAEBM:

@@ -8,18 +8,22 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from matplotlib.figure import Figure
+from torch import Tensor
 
+from daebm import checkpoint
 from daebm.images import load_images
 from daebm.model import Model
-from daebm.profile import ProfileLaw
+from daebm.profile import Law
 from daebm.units import Floats
 
 SETS = ("fashion-mnist", "mnist", "emnist-letters", "kmnist")
-LAW_IMAGES = 10_000  # training images, the first ones, whose profiles make the law
+LAW_IMAGES = 10_000  # training images, the first ones, that a law is of
 COMPONENTS = 50
 NEIGHBOURS, NEIGHBOUR_IMAGES = 5, 10_000
 GAUSSIAN_FLOOR = 0.3  # sd of the noise that the one Gaussian is given, in units of [-1, 1]
@@ -31,12 +35,40 @@ Images = np.ndarray[Any, np.dtype[np.uint8]]  # (n, h, w)
 Score = Callable[[Images], Floats]
 
 
-def model_scores(model: Model, law: ProfileLaw) -> dict[str, Score]:
-    """``energy``, -U(x, 0) as in the paper, and ``profile``, ours."""
-    return {
-        "energy": lambda images: -model.energy(images[:, None]).astype(np.float64),
-        "profile": lambda images: law.score(model.profiles(images[:, None])),
-    }
+LAWS: dict[str, Callable[[Model, Images], Floats]] = {
+    "features": lambda model, images: model.features(images[:, None]),
+    "profile": lambda model, images: model.profiles(images[:, None]),
+}
+"""What is said of images; the scores of these names are how far that is from what is said of training images."""
+
+
+def fit_law(name: str, model: Model, train: Images) -> Law:
+    return Law.of(LAWS[name](model, train[:LAW_IMAGES]))
+
+
+def law_tensors(laws: Mapping[str, Law]) -> dict[str, Tensor]:
+    """To be saved with a model; float32 is exact to a millionth of a distance."""
+    parts = {f"law.{name}.{part}": getattr(law, part) for name, law in laws.items() for part in ("mean", "precision")}
+    return {key: torch.from_numpy(value).float() for key, value in parts.items()}
+
+
+def saved_laws(folder: Path) -> dict[str, Law]:
+    """Those that were saved with a model."""
+    if not checkpoint.exists(folder, "model"):
+        return {}
+    tensors, _facts = checkpoint.read(folder, "model")
+    array = {key: value.double().numpy() for key, value in tensors.items() if key.startswith("law.")}
+    return {name: Law(array[f"law.{name}.mean"], array[f"law.{name}.precision"]) for name in LAWS if array}
+
+
+def model_scores(model: Model, laws: Mapping[str, Law]) -> dict[str, Score]:
+    """``energy``, -U(x, 0) as in the paper, and one for each law."""
+
+    def of(name: str, law: Law) -> Score:
+        return lambda images: law.score(LAWS[name](model, images))
+
+    energy: Score = lambda images: -model.energy(images[:, None]).astype(np.float64)  # noqa: E731
+    return {"energy": energy} | {name: of(name, law) for name, law in laws.items()}
 
 
 def baseline_scores(train: Images) -> dict[str, Score]:
@@ -65,11 +97,7 @@ def baseline_scores(train: Images) -> dict[str, Score]:
     return {f"PCA-{COMPONENTS}": residual, f"{NEIGHBOURS}-neighbour": distance, "Gaussian": gaussian}
 
 
-def fit_law(model: Model, train: Images) -> ProfileLaw:
-    return ProfileLaw.of(model.profiles(train[:LAW_IMAGES, None]))
-
-
-def test_images(inside: str, count: int = 0) -> dict[str, Images]:
+def sets_of_images(inside: str, count: int = 0) -> dict[str, Images]:
     """The test splits of all sets, the model's own first; at most ``count`` of each, spread evenly (0 is all)."""
     found = {}
     for name in (inside, *(name for name in SETS if name != inside)):
@@ -147,17 +175,27 @@ def detect(scores: Mapping[str, Score], sets: Mapping[str, Images], seed: int = 
     return Detection(found, separations, seconds)
 
 
-def table(detection: Detection) -> list[dict[str, Any]]:
-    """A row for every score and set: the measures with intervals, and AUROC less that of the best other baseline."""
-    rows = []
+def rows(detection: Detection) -> list[dict[str, Any]]:
+    """A row for every score and set: the measures with their intervals, and seconds."""
+    found = []
     for name, by_set in detection.separations.items():
-        for key, found in by_set.items():
-            low, high = found.interval()
+        for key, it in by_set.items():
+            low, high = it.interval()
             row: dict[str, Any] = {"score": name, "set": key}
             for i, measure in enumerate(MEASURES):
-                row[measure] = [float(found.value[i]), float(low[i]), float(high[i])]
-            rows.append(row | {"seconds_per_10000": detection.seconds[name]})
-    return rows
+                row[measure] = [float(it.value[i]), float(low[i]), float(high[i])]
+            found.append(row | {"seconds_per_10000": detection.seconds[name]})
+    return found
+
+
+def lines(detection: Detection) -> list[tuple[str, ...]]:
+    """The same to be read: AUROC with its interval, the rest without."""
+    table: list[tuple[str, ...]] = [("score", "set", *MEASURES.values())]
+    for row in rows(detection):
+        auroc, *others = (row[measure] for measure in MEASURES)
+        cells = [f"{auroc[0]:.3f} ({auroc[1]:.3f} to {auroc[2]:.3f})", *(f"{value[0]:.3f}" for value in others)]
+        table.append((row["score"], row["set"], *cells))
+    return table
 
 
 def difference(one: Separation, other: Separation) -> tuple[float, float, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,14 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from daebm import checkpoint, networks, sampling
+from daebm import checkpoint, networks, profile, sampling
 from daebm.config import Config
 from daebm.data import Dataset, to_unit_range
 from daebm.engine import exactly
 from daebm.errors import CheckpointError, InputError
 from daebm.ladder import Ladder
 from daebm.methods import method
-from daebm.profile import profiles
 from daebm.samplers.langevin import KERNELS, Info
 from daebm.samplers.mgms import label_move
 from daebm.state import TrainingState, holds_state, read_state
@@ -27,6 +27,7 @@ from daebm.state import TrainingState, holds_state, read_state
 Array = TypeVar("Array", np.ndarray[Any, Any], Tensor)
 CHUNK = 1 << 17  # numbers per network evaluation; bounds memory
 PROFILE_CHUNK = 1 << 19  # a GPU wants more at a time, and there is a level at a time
+SHIPPED = ("fashion-mnist",)  # trained models that come with this package
 LEAST_TRIP = 100  # transitions: a training shorter than this has not shown how long a round trip is
 SAMPLE_CHUNK, LARGEST_SAMPLE = 1 << 20, 1 << 28  # numbers that are drawn at once, and in a call: a GiB
 
@@ -88,12 +89,19 @@ class Model:
         return self._like(torch.cat(parts), x)
 
     def profiles(self, x: Array) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """[U(x, t), log |grad U(x, t)|] at every level, (n, 2 (T + 1)), by level, of x of shape (n, ...)."""
-        points, levels = self._points(x), self.ladder.levels
-        rows = max(1, PROFILE_CHUNK // math.prod(self.event))
+        """[U(x, t), log |grad U(x, t)|] of x (n, ...) at every level, (n, 2 (T + 1)), level by level."""
+        return self._said(x, lambda z: profile.profiles(self.network, self.ladder.levels, z))
+
+    def features(self, x: Array) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """What the energies of x (n, ...) at levels 0 and T / 2 are linear functions of, for residual networks."""
+        if not hasattr(self.network, "features"):
+            raise InputError(f"network {self.config.network!r} has no features: resnet and level-resnet have")
+        return self._said(x, lambda z: profile.features(self.network, self.ladder.top, z))
+
+    def _said(self, x: Array, of: Callable[[Tensor], np.ndarray[Any, Any]]) -> np.ndarray[Any, np.dtype[np.float64]]:
+        points, rows = self._points(x), max(1, PROFILE_CHUNK // math.prod(self.event))
         with exactly():
-            parts = [profiles(self.network, levels, points[i : i + rows]) for i in range(0, max(len(points), 1), rows)]
-        return np.concatenate(parts)
+            return np.concatenate([of(points[i : i + rows]) for i in range(0, max(len(points), 1), rows)])
 
     def sample(self, count: int, seed: int = 0, visits: int = 1, clean: bool = True) -> np.ndarray[Any, Any]:
         """``count`` samples at t = 0, started from noise, shape (count, ...).
@@ -236,12 +244,21 @@ class Model:
         return result.cpu().numpy().astype(kind if kind.kind == "f" else np.float32)
 
 
+def model_folder(name: str | Path) -> Path:
+    """Where a model lies: the folder called ``name``, or one that comes with this package."""
+    folder = Path(name)
+    if not folder.exists() and str(name) in SHIPPED:
+        return Path(__file__).parent / "shipped" / str(name)
+    return folder
+
+
 def load(folder: str | Path, network: nn.Module | None = None) -> Model:
     """The model in a run folder (its latest checkpoint, averaged weights if it has them) or in a model folder.
 
-    A model that was trained on a network of your own needs that network again, to put the weights into.
+    fashion-mnist is the name of a trained model that comes with this package. A model that was trained on a network of
+    your own needs that network again, to put the weights into.
     """
-    folder = Path(folder)
+    folder = model_folder(folder)
     if holds_state(folder):
         tensors, facts = read_state(folder)
         tensors["sigma"] = tensors["steps.sigma"]

@@ -1,12 +1,14 @@
-"""What an energy says of a point at every noise level, and how far that is from what it says of the training data.
+"""What an energy says of a point besides U(x, 0), and how far that is from what it says of normal points.
 
-A point that one level takes for normal may stand out at another; the energies and slopes of all levels together tell
-more than U(x, 0), whose size depends on how much there is in an image.
+U(x, 0) depends on how much there is in an image, and simple images of another kind may have a low one. A point that one
+level takes for normal may stand out at another, and one that has the right energy may have it for the wrong reasons:
+the features of the network are what its energy is a sum of.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,25 +31,32 @@ def profiles(energy: Energy, levels: int, z: Tensor) -> Floats:
     return torch.stack(columns, 1).double().cpu().numpy()
 
 
+def features(network: Any, top: int, z: Tensor) -> Floats:
+    """`ResNet.features` of standardised points at levels 0 and T / 2, one after the other, (n, 2 channels)."""
+    with torch.no_grad():
+        parts = [network.features(z, torch.full((len(z),), level, device=z.device)) for level in (0, top // 2)]
+    return torch.cat(parts, 1).double().cpu().numpy()
+
+
 @dataclass(frozen=True, eq=False)
-class ProfileLaw:
-    """Mean (p,) and precision (p, p) of the profiles of normal points."""
+class Law:
+    """Mean (p,) and precision (p, p) of what is said of normal points."""
 
     mean: Floats
     precision: Floats
 
     @classmethod
-    def of(cls, profiles: Floats) -> ProfileLaw:
+    def of(cls, said: Floats) -> Law:
         """Ledoit and Wolf's. It shrinks towards equal variances: energies and slopes are put on one scale first."""
         from sklearn.covariance import LedoitWolf  # its import takes as long as all the rest
 
-        sd = profiles.std(0)
+        sd = said.std(0)
         sd[sd == 0] = 1.0
-        law = LedoitWolf().fit(profiles / sd)
+        law = LedoitWolf().fit(said / sd)
         return cls(law.location_ * sd, law.precision_ / np.outer(sd, sd))
 
-    def score(self, profiles: Floats) -> Floats:
+    def score(self, said: Floats) -> Floats:
         """Minus the squared Mahalanobis distance: larger is more normal."""
-        away = profiles - self.mean
-        distance: Floats = -np.einsum("ni,ij,nj->n", away, self.precision, away)
-        return distance
+        away = said - self.mean
+        score: Floats = -((away @ self.precision) * away).sum(1)
+        return score

@@ -132,8 +132,15 @@ class ResNet(nn.Module):
         h = F.linear(near_rows, self.stem.weight.flatten(1), self.stem.bias).permute(0, 3, 1, 2)
         return h, convolve(self.blocks[0].first, F.silu(h), self.arithmetic)
 
+    def features(self, x: Tensor, t: Tensor) -> Tensor:
+        """What the energy of a level is a linear function of, (n, channels)."""
+        return self._pooled(*self._shared(x), self._levels(t)[:-1])
+
     def _rest(self, h: Tensor, c: Tensor, level: list[Tensor]) -> Tensor:
         *shifts, head = level
+        return -(self._pooled(h, c, shifts) * head).sum(1)
+
+    def _pooled(self, h: Tensor, c: Tensor, shifts: list[Tensor]) -> Tensor:
         for i, (block, shift) in enumerate(zip(self.blocks, shifts, strict=True)):
             if i and i % self.depth == 0:
                 h = F.avg_pool2d(h, 2)
@@ -141,8 +148,7 @@ class ResNet(nn.Module):
                 c = convolve(block.first, F.silu(h), self.arithmetic)
             c = convolve(block.second, F.silu(c + shift), self.arithmetic)
             h = c + (h if block.skip is None else convolve(block.skip, h, self.arithmetic))
-        u: Tensor = -(F.silu(h).flatten(2).sum(2) * head).sum(1)
-        return u
+        return F.silu(h).flatten(2).sum(2)
 
 
 def _own(t: Tensor, levels: int) -> Tensor:
@@ -197,6 +203,9 @@ class LevelResNet(nn.Module):
     def parts(self, x: Tensor, t: Tensor) -> Tensor:
         """What the gains multiply: g and f / sqrt(v_t), (n, 2)."""
         return torch.stack([self.base.half_square(x, t), self.inner(x, t) * self.scale[t]], 1)
+
+    def features(self, x: Tensor, t: Tensor) -> Tensor:
+        return self.inner.features(x, t)
 
     def carried(self, x: Tensor, t: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         return self.base.carried(x, t, labels)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 

@@ -1,0 +1,182 @@
+"""Scores that tell sets of images apart: measures against scikit-learn's, the bootstrap, and the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import average_precision_score, roc_auc_score, roc_curve
+
+from daebm import checkpoint, cli, detection, load, sampling
+from daebm.detection import MEASURES, Images, separation
+from daebm.errors import InputError
+from daebm.model import model_folder
+from daebm.profile import Law
+
+RANDOM = np.random.default_rng(5)
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_measures_are_those_of_scikit_learn(ties: bool) -> None:
+    inside, outside = RANDOM.normal(1, 1, 300), RANDOM.normal(0, 1.5, 450)
+    if ties:
+        inside, outside = inside.round(1), outside.round(1)
+    truth, score = np.repeat([1, 0], [300, 450]), np.concatenate([inside, outside])
+    fpr, tpr, _thresholds = roc_curve(truth, score, drop_intermediate=False)
+    expected = [
+        roc_auc_score(truth, score),
+        average_precision_score(truth, score),
+        average_precision_score(1 - truth, -score),
+        fpr[np.argmax(tpr >= 0.95)],
+    ]
+    np.testing.assert_allclose(separation(inside, outside).value, expected, rtol=1e-12)
+
+
+def test_intervals_are_as_wide_as_the_error_of_auroc() -> None:
+    """Hanley and McNeil's standard error for two equal normals; the bootstrap of 1,000 knows its own to 2 %."""
+    n = 400
+    draws = separation(RANDOM.normal(0, 1, n), RANDOM.normal(0, 1, n)).draws[:, 0]
+    # The formula is for the population, the bootstrap for these 800 numbers: a tenth apart at most.
+    assert abs(draws.std() / np.sqrt((2 * n + 1) / (12 * n * n)) - 1) < 0.1
+
+
+def test_a_difference_is_paired() -> None:
+    """A score that is another one plus a little noise: the difference is known far better than either."""
+    inside, outside = RANDOM.normal(1, 1, 500), RANDOM.normal(0, 1, 500)
+    one = separation(inside, outside, seed=3)
+    other = separation(inside + RANDOM.normal(0, 0.05, 500), outside + RANDOM.normal(0, 0.05, 500), seed=3)
+    value, low, high = detection.difference(one, other)
+    assert low <= value <= high
+    width = np.diff(one.interval()[:, 0])[0]
+    assert high - low < width / 3
+    unpaired = separation(inside, outside, seed=4)
+    assert np.ptp(np.percentile(one.draws[:, 0] - unpaired.draws[:, 0], [2.5, 97.5])) > width  # the planted fault
+
+
+def test_a_law_measures_distances_in_sds() -> None:
+    """Of correlated Gaussian numbers, so many that shrinkage is negligible: chi-square with as many degrees."""
+    root = np.array([[1.0, 0.0, 0.0], [0.9, 0.3, 0.0], [50.0, 10.0, 5.0]])
+    x = RANDOM.normal(size=(20_000, 3)) @ root.T
+    law = Law.of(x)
+    assert abs(-law.score(x).mean() - 3) < 5 * np.sqrt(6 / 20_000) + 0.01  # Ledoit and Wolf shrink by about n^-1
+    far = law.score(np.array([[1.0, -1.0, 0.0]]))  # against the correlation: far, for all its small size
+    assert far[0] < -15
+
+
+def test_a_constant_number_is_no_distance() -> None:
+    said = np.concatenate([RANDOM.normal(size=(50, 2)), np.ones((50, 1))], 1)
+    assert np.isfinite(Law.of(said).score(said)).all()
+
+
+def strokes(count: int, kind: int) -> Images:
+    """Made-up images: bars that lie, and bars that stand."""
+    found = np.zeros((count, 28, 28), np.uint8)
+    for image in found:
+        i, j = RANDOM.integers(4, 18, 2)
+        image[i : i + 4, j : j + 9] = RANDOM.integers(100, 256)
+    return found if kind else found.transpose(0, 2, 1).copy()
+
+
+def test_baselines_tell_bars_that_lie_from_bars_that_stand() -> None:
+    train, inside, outside = strokes(2000, 1), strokes(200, 1), strokes(200, 0)
+    found = detection.detect(detection.baseline_scores(train), {"lie": inside, "stand": outside})
+    for name, by_set in found.separations.items():
+        assert by_set["stand"].value[0] > 0.8, name
+    table = detection.rows(found)
+    assert {row["score"] for row in table} == {"PCA-50", "5-neighbour", "Gaussian"}
+    assert all(len(row[measure]) == 3 for row in table for measure in MEASURES)
+    assert len(detection.lines(found)) == 1 + len(table)
+    assert set(detection.figures(found)) == {"histograms", "curves"}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--scores", "density"], "--scores takes energy, features, profile"),
+        (["--images", "-1"], "--images must be 0 or more"),
+        (["--device", "tpu"], "--device tpu is not to be had here"),
+        (["--out", "."], ". is there already"),
+    ],
+)
+def test_bad_words(
+    words: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["daebm", "ood", "--model", "fashion-mnist", *words])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_command_compares_scores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On made-up images: what it prints and writes, and that no law is fitted where one is saved."""
+
+    def made_up(name: str, split: str) -> tuple[Images, np.ndarray]:
+        count = 60 if split == "train" else 12
+        return strokes(count, name == "fashion-mnist"), np.zeros(count, np.int64)
+
+    monkeypatch.setattr(detection, "load_images", made_up)
+    monkeypatch.setattr(cli, "load_images", made_up)
+    monkeypatch.setattr(detection, "fit_law", None)
+    words = [
+        "daebm",
+        "ood",
+        "--model",
+        "fashion-mnist",
+        "--images",
+        "10",
+        "--out",
+        str(tmp_path / "o"),
+        "--threads",
+        "1",
+    ]
+    monkeypatch.setattr("sys.argv", words)
+    cli.main()
+    assert "features" in capsys.readouterr().out
+    rows = json.loads((tmp_path / "o" / "ood.json").read_text())["rows"]
+    assert {(row["score"], row["set"]) for row in rows} >= {("energy", "mnist"), ("features", "kmnist")}
+    assert (tmp_path / "o" / "report.html").stat().st_size > 10_000
+
+
+# The model that comes with the package.
+
+
+def test_the_shipped_model_gives_the_stored_scores() -> None:
+    folder = model_folder("fashion-mnist")
+    tensors, _facts = checkpoint.read(folder, "model")
+    model, laws = load("fashion-mnist"), detection.saved_laws(folder)
+    shown = tensors["stored.images"].numpy()
+    for name, score in detection.model_scores(model, laws).items():
+        stored = tensors[f"stored.{name}"].numpy()
+        np.testing.assert_allclose(score(shown), stored, rtol=1e-3, err_msg=name)
+    assert np.ptp(tensors["stored.energy"].numpy()) > 50  # nats: a tolerance of a thousandth of 300 is small
+
+
+def test_chains_of_the_shipped_model_can_be_advanced() -> None:
+    tensors, _facts = checkpoint.read(model_folder("fashion-mnist"), "model")
+    model = load("fashion-mnist")
+    start = sampling.Drawn(tensors["chains.x"][:16].float(), tensors["chains.t"][:16], 0)
+    with torch.no_grad():
+        drawn = sampling.transitions(model.sampler(), start, 2, torch.Generator().manual_seed(1))
+        before, after = (model.network(d.x, d.t) for d in (start, drawn))
+    assert torch.isfinite(after).all() and (drawn.x != start.x).flatten(1).any(1).double().mean() > 0.5
+    # Chains at equilibrium stay there: their energies have an sd of some 100 nats, so their mean of 16 one of 25.
+    assert abs(float((after - before).mean())) < 100
+
+
+def test_the_shipped_model_tells_other_images_from_its_own() -> None:
+    """200 images a set when they are at hand; the features' AUROC is .98 on all of them, known here to about .01."""
+    try:
+        sets = detection.sets_of_images("fashion-mnist", 200)
+    except InputError as error:
+        pytest.skip(str(error))
+    model, laws = load("fashion-mnist"), detection.saved_laws(model_folder("fashion-mnist"))
+    score = detection.model_scores(model, laws)["features"]
+    found = detection.detect({"features": score}, sets).separations["features"]
+    for name, it in found.items():
+        assert it.value[0] > 0.95, name
