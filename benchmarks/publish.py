@@ -1,4 +1,4 @@
-"""Make the model of a finished image run ready to be shipped: `python benchmarks/publish.py RUN FOLDER [--device cuda]`.
+"""Make the model of a finished image run ready to be shipped: `python benchmarks/publish.py RUN FOLDER`.
 
 Averaged weights of the network in half precision, everything else as it is; some hundred chains to start from; and the
 laws of `daebm ood`, from training images. Scores of a few test images are kept too, so that a test can tell whether
@@ -26,9 +26,7 @@ def main() -> None:
     parser.add_argument("run", type=Path)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument(
-        "--profiles", type=Path, help="profiles of the law's images, where they have been found already"
-    )
+    parser.add_argument("--profiles", type=Path, help="those of the law's images, if known already")
     args = parser.parse_args()
     model = load(args.run).to(args.device)
     name = model.config.experiment
@@ -36,14 +34,11 @@ def main() -> None:
         if key.startswith("inner."):
             value.copy_(value.half())
     train, _labels = load_images(name, "train")
-    laws = {
-        key: detection.fit_law(key, model, train) for key in detection.LAWS if key != "profile" or not args.profiles
-    }
-    if args.profiles:
-        laws["profile"] = Law.of(np.load(args.profiles).astype(np.float64))
+    laws = {"features": detection.fit_law("features", model, train)}
+    known = args.profiles and Law.of(np.load(args.profiles).astype(np.float64))
+    laws["profile"] = known or detection.fit_law("profile", model, train)
     state, facts = read_state(args.run)
-    spread = np.linspace(0, len(state["chains.t"]) - 1, CHAINS).astype(int)  # as many as there are, if they are fewer
-    few = torch.from_numpy(np.unique(spread))
+    few = torch.from_numpy(np.unique(np.linspace(0, len(state["chains.t"]) - 1, CHAINS).astype(int)))
     images, _labels = load_images(name, "test")
     stored = images[:STORED]
     more = {"chains.x": state["chains.x"][few].half(), "chains.t": state["chains.t"][few]}
@@ -52,9 +47,9 @@ def main() -> None:
         more[f"stored.{key}"] = torch.from_numpy(score(stored))
     model.save(args.folder, more, {"iterations": facts["iteration"], "seconds": facts["seconds"]})
     tensors, everything = checkpoint.read(args.folder, "model")
-    tensors = {
-        k: v.half() if k.startswith("network.inner.") and v.is_floating_point() else v for k, v in tensors.items()
-    }
+    for key, value in tensors.items():
+        if key.startswith("network.inner.") and value.is_floating_point():
+            tensors[key] = value.half()
     everything.pop("format")
     checkpoint.write(args.folder, "model", tensors, everything)
     print({path.name: path.stat().st_size for path in args.folder.iterdir()})

@@ -198,10 +198,8 @@ class Ood:
         if inside not in detection.SETS:
             raise InputError(f"{self.model} is a model of {inside or 'other data'}: ood is for fashion-mnist and mnist")
         sets, (train, _labels) = detection.sets_of_images(inside, self.images), load_images(inside, "train")
-        laws = detection.saved_laws(model_folder(self.model))
-        laws = {
-            name: laws.get(name) or detection.fit_law(name, model, train) for name in self.scores if name != "energy"
-        }
+        saved, wanted = detection.saved_laws(model_folder(self.model)), [n for n in self.scores if n != "energy"]
+        laws = {name: saved.get(name) or detection.fit_law(name, model, train) for name in wanted}
         scores = {name: score for name, score in detection.model_scores(model, laws).items() if name in self.scores}
         found = detection.detect(scores | detection.baseline_scores(train), sets)
         lines = detection.lines(found)

@@ -271,7 +271,7 @@ def evaluate(trained: Trained) -> tuple[Summary, Arrays]:
         chains, trips = trained.chains, trained.chains.trips.double()
         slots = chains.draw(min(STORE_CHAINS, len(chains)), generator)
         walked = walk(trained, chains.x[slots], chains.t[slots])
-        transitions = config.iterations * config.bursts * config.batch / len(chains)
+        transitions = (config.iterations - config.warm) * config.bursts * config.batch / len(chains)
         low, high = config.step_minimum, config.step_maximum
         summary |= level_measures(trained, walked) | own_image_gap(trained) | precision_changes(trained, walked)
         summary |= {
