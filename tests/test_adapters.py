@@ -85,16 +85,20 @@ def test_pyod_clone_and_parameters(detector: Any) -> None:
         type(detector)(contamination=0.9)
 
 
-def test_pyod_rows_of_density_zero_are_finite() -> None:
-    """PyOD takes means and squares of the scores."""
+def test_pyod_scores_are_finite() -> None:
+    """PyOD takes means and squares of the scores, also of rows beyond the range of floats."""
     pytest.importorskip("pyod")
     from daebm.adapters.pyod import PyODDetector
 
     rows = np.insert(ROWS, 1, 7.0, axis=1)
     detector = PyODDetector(estimator=quick()).fit(rows)
-    rows[0, 1] = 8
-    assert np.isfinite(detector.decision_function(rows)).all() and detector.decision_function(rows).argmax() == 0
-    assert np.isfinite(detector.predict_proba(rows)).all() and detector.predict(rows)[0] == 1
+    usual = detector.decision_function(rows)
+    rows[0, 1], rows[1, 0] = 8, 1e300
+    scores = detector.decision_function(rows)
+    assert np.isfinite(scores).all() and scores.argmax() == 1 and (scores[2:] == usual[2:]).all()
+    cost = np.log(detector.detector_.units_.rows + 2)
+    assert scores[0] - usual[0] == pytest.approx(cost, abs=2e-9)  # both are rounded to 1e-9
+    assert np.isfinite(detector.predict_proba(rows)).all() and detector.predict(rows)[1] == 1
 
 
 def test_pyod_default_is_calibrated_at_the_contamination(monkeypatch: pytest.MonkeyPatch) -> None:

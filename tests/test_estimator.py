@@ -149,15 +149,17 @@ def test_a_fit_that_fails_leaves_the_model_that_was_there() -> None:
     assert not hasattr(unfitted, "n_features_in_")
 
 
-def test_calibration_rows_of_density_zero() -> None:
-    """A column that only calibration rows vary in: nothing is below -inf, so nothing is flagged, and nothing is NaN."""
+def test_calibration_rows_with_other_values_in_a_constant_column() -> None:
+    """A column that only calibration rows vary in: their scores are finite, and the threshold with them."""
     x = np.insert(clusters(80), 1, 7.0, axis=1)
     rows = _split(len(x), 0.1, quick().fit(x).seed_)
     x[rows.calibration[:5], 1] = 8
-    model = quick(fpr=0.1).fit(x)
-    decisions = model.decision_function(x)
-    assert model.offset_ == -np.inf and not np.isnan(decisions).any() and (decisions >= 0).all()
-    np.testing.assert_array_equal(model.predict(x) == -1, model.p_values(x) <= 0.1)
+    for kind in ("energy", "profile"):
+        model = quick(fpr=0.1, score_by=kind).fit(x)
+        assert np.isfinite(model.calibration_[kind]).all() and np.isfinite(model.noisy_).all()
+        np.testing.assert_array_equal(np.sort(model.score_samples(x[rows.calibration])), model.calibration_[kind])
+        np.testing.assert_array_equal(model.predict(x) == -1, model.p_values(x) <= 0.1)
+        assert math.isfinite(model.score(x))
 
 
 def test_fit_predict_says_that_it_judges_training_rows() -> None:
@@ -224,9 +226,28 @@ def test_constant_columns_carry_no_density() -> None:
     model = quick().fit(with_constant)
     np.testing.assert_array_equal(model.log_density(with_constant), quick().fit(x).log_density(x))
     assert (model.sample(4)[:, 1] == 7).all() and model.n_features_in_ == 3
-    with_constant[0, 1] = 8
-    assert model.log_density(with_constant)[0] == -np.inf and model.predict(with_constant)[0] == -1
-    assert model.p_values(with_constant)[0] == 1 / (1 + len(model.calibration_["energy"]))
+
+
+@pytest.mark.parametrize("score_by", ["energy", "profile"])
+def test_another_value_in_a_constant_column_costs_what_laplace_says(score_by: str, tmp_path: Path) -> None:
+    """One in n + 2 after n training rows, for each column, however far the value is; twice that in squared distance."""
+    x = np.insert(clusters(80), [0, 1], [0.0, 7.0], axis=1)
+    model = quick(score_by=score_by).fit(x)
+    n = len(_split(80, 0.05, model.seed_).train)
+    deviant = x[:6].copy()
+    deviant[1, 0], deviant[2, 2], deviant[3, 2], deviant[4, [0, 2]] = 1e-9, 7.1, -1e308, [1.0, 8.0]
+    columns = np.array([0, 1, 1, 1, 2, 0])
+    model.save(tmp_path)
+    for fitted in (model, DAEBM.load(tmp_path)):
+        lost = fitted.log_density(x[:6]) - fitted.log_density(deviant)
+        np.testing.assert_allclose(lost, columns * math.log(n + 2), rtol=0, atol=2e-9)  # both are rounded to 1e-9
+        scale = 2 if score_by == "profile" else 1
+        lost = fitted.score_samples(x[:6]) - fitted.score_samples(deviant)
+        np.testing.assert_allclose(lost, scale * columns * math.log(n + 2), rtol=0, atol=2e-9)
+    # The planted faults: all rows of X, or the rule without its two.
+    assert abs(lost[1] - scale * math.log(80 + 2)) > 0.1 and abs(lost[1] - scale * math.log(n)) > 0.01
+    far = deviant[4:5] + np.array([0, 0, 0, 1.0])  # and a row that is strange elsewhere too is stranger still
+    assert model.score_samples(far)[0] < model.score_samples(deviant[4:5])[0]
 
 
 def test_profile() -> None:
@@ -334,7 +355,7 @@ def test_data_that_cannot_be_learned(x: np.ndarray, message: str) -> None:
 
 
 def test_wild_points_have_an_answer(fitted: DAEBM) -> None:
-    """Never NaN: what lies beyond the range of floats has density 0, and the least p-value."""
+    """Never NaN: what lies beyond the range of floats scores -inf, and has the least p-value."""
     wild = np.array([[1e12, 0.0], [-1e200, 1e200], [1e308, -1e308], [100.0, 1e30], [1e150, 0.0]])
     for scores in (fitted.score_samples(wild), fitted.decision_function(wild)):
         assert not np.isnan(scores).any() and (scores < 0).all()
@@ -432,11 +453,13 @@ def test_units_of_tables_and_images() -> None:
     units = Units.of(x)
     assert units.varies.tolist() == [True, False, False]  # the last spread is rounding
     np.testing.assert_allclose(units.to_user(units.to_model(x))[:, 0], x[:, 0])
-    assert units.impossible(np.array([[9.0, 5.0, 1e9], [1.0, 5.1, 1e9]])).tolist() == [False, True]
+    other = np.array([[9.0, 5.0, 1e9], [1.0, 5.1, 1e9], [1.0, 5.1, 0.0]])
+    assert units.surprise(other).tolist() == [0, math.log(4), 2 * math.log(4)]  # two rows
     same = np.array([[0.1, 1.0, 1e-200], [0.1, 2.0, 2e-200], [0.1, 3.0, 5e-200]])
     units = Units.of(same)
-    assert units.varies.tolist() == [False, True, False] and not units.impossible(same).any()
+    assert units.varies.tolist() == [False, True, False] and not units.surprise(same).any()
     assert (units.to_user(units.to_model(same))[:, 0] == 0.1).all()  # a mean would be off in the last digit
     images = np.random.default_rng(0).normal(3, 2, (50, 4, 6))
+    assert not Units.of(images).surprise(images + 1).any()
     z = Units.of(images).to_model(images)
     assert z.shape == (50, 1, 4, 6) and abs(z.mean()) < 1e-9 and abs(z.std() - 1) < 1e-9

@@ -56,13 +56,19 @@ def test_parity_for_any_number_of_rows(x: np.ndarray, settings: dict[str, Any], 
         np.testing.assert_allclose(answer, model.log_density(part), rtol=0, atol=error)
 
 
-def test_density_zero(tmp_path: Path) -> None:
-    model = fit(TABLE).set_params(score_by="profile")  # which changes nothing here
-    x = TABLE[:4].copy()
-    x[0, 1], x[1, 0] = 8, 1e300
-    (answer,) = session(model, tmp_path / "model.onnx").run(None, {"x": x})
-    assert (answer[:2] == -np.inf).all() and np.isfinite(answer[2:]).all()
-    np.testing.assert_allclose(answer, model.log_density(x), rtol=0, atol=1e-8)
+def test_constant_columns_and_rows_beyond_the_range_of_floats(tmp_path: Path) -> None:
+    table = np.insert(TABLE, 0, 0.0, axis=1)
+    model = fit(table).set_params(score_by="profile")  # which changes nothing here
+    x = table[:5].copy()
+    x[0, 2], x[1, [0, 2]], x[2, 1] = 8, [1e308, 8], 1e300
+    onnx = session(model, tmp_path / "model.onnx")
+    (answer,), (usual,) = (onnx.run(None, {"x": rows}) for rows in (x, table[:5]))
+    np.testing.assert_allclose(answer, model.log_density(x), rtol=0, atol=1e-8)  # which is rounded to 9 decimals
+    assert answer[2] == -np.inf and (answer[3:] == usual[3:]).all()
+    # Some 15 digits of a log density of tens of nats. In float32 the cost would be off by 1e-7.
+    np.testing.assert_allclose(
+        (usual - answer)[:2], np.log(model.units_.rows + 2) * np.array([1, 2]), rtol=0, atol=1e-11
+    )
 
 
 def test_without_the_library_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,6 +100,7 @@ def answers(model: DAEBM, x: Any) -> None:
     except DaebmError as error:
         assert "calibration points" in str(error)
     else:
+        assert math.isfinite(model.offset_)
         np.testing.assert_array_equal(flags == -1, scores < model.offset_)
 
 

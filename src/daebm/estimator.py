@@ -52,16 +52,17 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
     """Density and outliers of a numeric table (n, d) or of images (n, h, w) or (n, c, h, w).
 
     Larger scores are more normal. Numpy arrays, torch tensors and pandas frames go in, numpy arrays come out, in the
-    units of X. Columns are standardised inside; columns with a single value are left out of the density, and a row
-    with another value there has density 0.
+    units of X. Columns are standardised inside; columns with a single value in all n training rows are left out of the
+    model, and another value there has probability 1 / (n + 2) (Laplace's rule of succession).
 
     Parameters
     ----------
     score_by : "energy" or "profile"
         What `score_samples` returns: the log density at the data's level, or minus the squared Mahalanobis distance
         (Ledoit-Wolf) of the energies and the logarithms of their slopes at all noise levels from those of the
-        training rows. (Not called ``score``: an attribute of that name would hide the method `score`, which
-        `GridSearchCV` needs, and scikit-learn demands that attribute and parameter share their name.)
+        training rows; constant columns with another value take off twice the nats then. (Not called ``score``: an
+        attribute of that name would hide the method `score`, which `GridSearchCV` needs, and scikit-learn demands that
+        attribute and parameter share their name.)
     fpr : float
         False-alarm rate of `predict`: the share of normal rows that are flagged. It needs 1 / fpr - 1 rows for
         calibration, which `fit` keeps apart; with fewer, `fit` warns and `predict` refuses. Both this and ``score_by``
@@ -157,8 +158,9 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
     def log_density(self, X: Any) -> Floats:
         """log p(x) in nats at the data's level, in the units of X; `log_normaliser_se_` is the error they share.
 
-        With a floor (`floor_`) it is the density of the data with that noise added. -inf where a column that was
-        constant in training has another value; rows of density 0 are the only ones without a finite answer.
+        It is the density of the varying columns times the probability of the constant ones: each that has another
+        value than in the n training rows costs log(n + 2) nats. With a floor (`floor_`) it is the density of the data
+        with that noise added. -inf only where x is so far away that its energy is beyond the range of floats.
         """
         check_is_fitted(self)
         return self._log_density(self._validated(X))
@@ -188,10 +190,7 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
 
     def decision_function(self, X: Any) -> Floats:
         """`score_samples` minus `offset_`; negative is flagged."""
-        scores, offset = self.score_samples(X), self.offset_
-        if math.isinf(offset):  # so many calibration rows have density 0 that nothing is below
-            return np.where(scores > offset, np.inf, 0.0)
-        return scores - offset
+        return self.score_samples(X) - self.offset_
 
     def predict(self, X: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
         """-1 for rows with a p-value of at most ``fpr``, +1 for others."""
@@ -245,6 +244,7 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
         facts = {
             "parameters": parameters,
             "event": list(self.units_.event),
+            "rows": self.units_.rows,
             "log_normaliser": self.log_normaliser_,
             # JSON has neither infinity nor NaN.
             "log_normaliser_se": self.log_normaliser_se_ if math.isfinite(self.log_normaliser_se_) else None,
@@ -279,7 +279,8 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
             facts["parameters"]["settings"] = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
         array = {k.removeprefix("estimator."): v.numpy() for k, v in tensors.items() if k.startswith("estimator.")}
         self = cls(**facts["parameters"])
-        self.units_ = Units(tuple(facts["event"]), array["varies"], array["shift"], array["scale"])
+        units = array["varies"], array["shift"], array["scale"]
+        self.units_ = Units(tuple(facts["event"]), *units, facts["rows"])
         for name in PER_SCORE:
             setattr(self, name + "_", {kind: array[f"{name}.{kind}"] for kind in SCORES})
         for name in ("noisy", "profile_mean", "profile_precision"):
@@ -328,24 +329,21 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
     def _log_density(self, x: Floats) -> Floats:
         energy = np.concatenate([energies(self._energy, part) for part in self._parts(x)])
         log_p = -energy - self.log_normaliser_ - self.units_.log_stretch
-        return self._judged(x, log_p)
+        return _rounded(log_p - self.units_.surprise(x))
 
     def _noisy_log_density(self, x: Floats) -> Floats:
         generator = torch.Generator().manual_seed(self.seed_ + NOISE_SEED)
         z = torch.cat(self._parts(x)).float()
         noisy = self.model_.ladder.diffuse(z, torch.zeros(len(z), dtype=torch.long), generator).double()
-        return np.sort(-energies(self._energy, noisy) - self.log_normaliser_ - self.units_.log_stretch)
+        log_p = -energies(self._energy, noisy) - self.log_normaliser_ - self.units_.log_stretch
+        return np.sort(log_p - self.units_.surprise(x))
 
     def _scores(self, x: Floats, kind: str) -> Floats:
         if kind == "energy":
             return self._log_density(x)
         away = self._profiles(x) - self.profile_mean_
-        return self._judged(x, -np.einsum("ni,ij,nj->n", away, self.profile_precision_, away))
-
-    def _judged(self, x: Floats, score: Floats) -> Floats:
-        """-inf where the model says nothing: another value in a constant column, or x beyond the range of floats."""
-        with np.errstate(over="ignore"):
-            return np.where(self.units_.impossible(x) | np.isnan(score), -np.inf, score.round(DECIMALS))
+        squared = np.einsum("ni,ij,nj->n", away, self.profile_precision_, away)
+        return _rounded(-squared - 2 * self.units_.surprise(x))  # a squared distance is twice a number of nats
 
     def _parts(self, x: Floats) -> list[Tensor]:
         with np.errstate(over="ignore", invalid="ignore"):
@@ -407,6 +405,12 @@ def _kind(score_by: Any) -> str:
     if not isinstance(score_by, str) or score_by not in SCORES:
         raise InputError(f"score_by must be one of {', '.join(SCORES)}, got {score_by!r}")
     return score_by
+
+
+def _rounded(score: Floats) -> Floats:
+    """-inf where x, or what the network makes of it, is beyond the range of floats."""
+    with np.errstate(over="ignore"):
+        return np.where(np.isnan(score), -np.inf, score.round(DECIMALS))
 
 
 def _ends(scores: Floats) -> np.ndarray[Any, np.dtype[np.int64]]:

@@ -27,6 +27,7 @@ class LogDensity(nn.Module):
     near: Tensor
     varying: Tensor
     constant: Tensor
+    change_cost: Tensor
     offset: Tensor
 
     def __init__(self, energy: nn.Module, units: Units, log_normaliser: float) -> None:
@@ -38,7 +39,8 @@ class LogDensity(nn.Module):
             self.register_buffer(name, torch.from_numpy(getattr(units, name)))
         self.register_buffer("varying", torch.from_numpy(units.varies).nonzero().flatten())
         self.register_buffer("constant", torch.from_numpy(~units.varies).nonzero().flatten())
-        # A tensor, as the exporter would round a plain number to float32.
+        # Tensors, as the exporter would round plain numbers to float32.
+        self.register_buffer("change_cost", torch.tensor(units.change_cost, dtype=torch.float64))
         self.register_buffer("offset", torch.tensor(log_normaliser + units.log_stretch, dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -46,10 +48,10 @@ class LogDensity(nn.Module):
         z = z.index_select(1, self.varying) if self.table else z.reshape(-1, *self.event)
         level_0 = torch.zeros_like(z.flatten(1)[:, 0], dtype=torch.int64)
         log_p: Tensor = -self.energy(z, level_0) - self.offset
-        nowhere = log_p.isnan()
         if len(self.constant):
-            nowhere = nowhere | ((x - self.shift).abs() > self.near).index_select(1, self.constant).any(1)
-        return torch.where(nowhere, -torch.inf, log_p)
+            other = ((x - self.shift).abs() > self.near).index_select(1, self.constant)
+            log_p = log_p - self.change_cost * other.double().sum(1)
+        return torch.where(log_p.isnan(), -torch.inf, log_p)
 
 
 class _InSingle(nn.Module):

@@ -21,13 +21,14 @@ class Units:
     """x = shift + scale * z on the columns that vary; the others keep their one value.
 
     ``varies`` (d,) says which columns are modelled; ``shift`` and ``scale`` have an entry for each of the d columns.
-    For images all three hold one entry, and ``event`` is the shape of an image.
+    For images all three hold one entry, and ``event`` is the shape of an image. ``rows`` is how many they came from.
     """
 
     event: tuple[int, ...]
     varies: np.ndarray[Any, np.dtype[np.bool_]]
     shift: Floats
     scale: Floats
+    rows: int
 
     @classmethod
     def of(cls, x: Floats) -> Units:
@@ -45,7 +46,8 @@ class Units:
             what = "every column of X is constant" if table else "all pixels of X are equal"
             raise InputError(f"{what}: there is nothing to learn, give rows that differ")
         # The mean of equal values is off in the last digit.
-        return cls(tuple(x.shape[1:]), varies, np.where(varies, shift, columns[0]), np.where(varies, scale, 1.0))
+        shift, scale = np.where(varies, shift, columns[0]), np.where(varies, scale, 1.0)
+        return cls(tuple(x.shape[1:]), varies, shift, scale, len(x))
 
     @property
     def table(self) -> bool:
@@ -71,6 +73,14 @@ class Units:
         is at most sqrt(2 n) times an sd."""
         return np.maximum(10 * CONSTANT * np.abs(self.shift), 1e10 * SMALLEST)
 
+    @property
+    def change_cost(self) -> float:
+        """Nats that another value in a constant column costs, in each by itself. By Laplace's rule of succession it has
+        probability 1 / (n + 2) after n rows without one. The same value counts as certain and costs nothing, so that
+        columns which say nothing change nothing; the rule's (n + 1) / (n + 2) would cost less than 1 / (n + 1) nats.
+        """
+        return math.log(self.rows + 2)
+
     def to_model(self, x: Floats) -> Floats:
         z = (x - self.shift) / self.scale
         return z[:, self.varies] if self.table else z.reshape(len(z), *self.model_event)
@@ -83,11 +93,11 @@ class Units:
         x[:, self.varies] += self.scale[self.varies] * z
         return x
 
-    def impossible(self, x: Floats) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """Rows (n,) with another value in a column that had only one."""
+    def surprise(self, x: Floats) -> Floats:
+        """Minus the log probability of the constant columns, (n,): `change_cost` for each that has another value."""
         if not self.table:
-            return np.zeros(len(x), dtype=bool)
+            return np.zeros(len(x))
         with np.errstate(over="ignore"):
             away = np.abs(x - self.shift)[:, ~self.varies]
-        off: np.ndarray[Any, np.dtype[np.bool_]] = (away > self.near[~self.varies]).any(1)
-        return off
+        nats: Floats = self.change_cost * (away > self.near[~self.varies]).sum(1)
+        return nats

@@ -12,7 +12,7 @@ import numpy as np
 from daebm.estimator import DAEBM
 from daebm.units import Floats
 
-LARGEST = 1e100  # what rows of density 0 score: both libraries scale or square their scores, and want them finite
+LARGEST = 1e100  # the most a row scores, however far away: both libraries square their scores, and want them finite
 
 
 def strangeness(detector: DAEBM, X: Any) -> Floats:
