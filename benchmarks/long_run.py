@@ -1,8 +1,8 @@
 """Long runs of MALA at t = 0 from test images: do they keep their class, their energy, and their pixels?
 
-`python benchmarks/long_run.py FOLDER --model fashion-mnist [--steps 100000] [--images 200] [--device cuda]` goes on from
-what it finds in FOLDER, so that a run of half a million steps may take several calls (--most N steps in this one). With
---images 10 it starts from one image of each class. Prints a JSON line for every look, and draws start and end.
+`python benchmarks/long_run.py FOLDER [--model fashion-mnist --steps 100000 --images 200]` goes on from what it finds in
+FOLDER, so that half a million steps may take several calls (--most N steps in this one). With --images 10 it starts
+from one image of each class. Prints a JSON line for every look, and draws start and end.
 """
 
 from __future__ import annotations

@@ -37,13 +37,27 @@ def test_commands_for_own_data_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for name, n in (("table.csv", 300), ("new.csv", 50)):
         x = np.where(rng.random((n, 1)) < 0.75, [[-2, 0]], [[2, 0]]) + 0.5 * rng.standard_normal((n, 2))
         np.savetxt(name, x, delimiter=",", header="a,b", comments="")
-    commands = [line for line in README.splitlines() if re.match(r"daebm (fit|score|sample|inspect) ", line)]
+    commands = [line for line in README.splitlines() if re.match(r"daebm (fit|(score|sample|inspect) model) ?", line)]
     assert [line.split()[1] for line in commands] == ["fit", "score", "sample", "inspect"]
     for line in commands:
         assert call(*shlex.split(line, comments=True)[1:]) == 0, line
     assert len((tmp_path / "scores.csv").read_text().splitlines()) == 51
     assert np.loadtxt("rows.csv", delimiter=",", skiprows=1).shape == (64, 2)
     assert (tmp_path / "model" / "report.html").exists()
+
+
+@pytest.mark.long
+def test_commands_for_the_shipped_model_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On few images, and without the ones that may not be at hand."""
+    monkeypatch.chdir(tmp_path)
+    sample, ood = (
+        line for line in README.splitlines() if re.match(r"daebm (sample|ood) (--model )?fashion-mnist", line)
+    )
+    assert call(*shlex.split(sample, comments=True)[1:], "-n", "2") == 0
+    assert (tmp_path / "garments.png").stat().st_size > 1000
+    data = ROOT.parent / "shared" / "data"
+    if data.is_dir():
+        assert call(*shlex.split(ood, comments=True)[1:], "--images", "20", "--data-dir", str(data)) == 0
 
 
 @pytest.mark.parametrize("page", ["thresholds.md", "tables.md"])

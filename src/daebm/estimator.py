@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 from sklearn.base import BaseEstimator, OutlierMixin
-from sklearn.covariance import LedoitWolf
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
@@ -28,8 +27,7 @@ from daebm.data import Dataset
 from daebm.errors import CheckpointError, InputError
 from daebm.fitting import LARGEST_VALIDATION, Watch, energies, normalise
 from daebm.model import Model, assembled
-from daebm.samplers.langevin import energy_and_gradient
-from daebm.samplers.mgms import at_level
+from daebm.profile import Law, profiles
 from daebm.training import train
 from daebm.units import Floats, Units
 
@@ -142,7 +140,8 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
         self.units_, self.seed_, self.config_ = units, seed, config
         self.history_, self.n_iter_ = watch.history, state.iteration
         self.log_normaliser_, self.log_normaliser_se_ = float(constants.value[0]), float(constants.error[0])
-        self.profile_mean_, self.profile_precision_ = _profile_law(self._profiles(x[rows.train]))
+        law = Law.of(self._profiles(x[rows.train]))
+        self.profile_mean_, self.profile_precision_ = law.mean, law.precision
         scores = {kind: self._scores(x[rows.calibration], kind) for kind in SCORES}
         self.examples_ = {kind: x[rows.calibration[_ends(values)]] for kind, values in scores.items()}
         self.validation_ = {kind: np.sort(self._scores(x[rows.validation], kind)) for kind in SCORES}
@@ -341,9 +340,8 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
     def _scores(self, x: Floats, kind: str) -> Floats:
         if kind == "energy":
             return self._log_density(x)
-        away = self._profiles(x) - self.profile_mean_
-        squared = np.einsum("ni,ij,nj->n", away, self.profile_precision_, away)
-        return _rounded(-squared - 2 * self.units_.surprise(x))  # a squared distance is twice a number of nats
+        score = Law(self.profile_mean_, self.profile_precision_).score(self._profiles(x))
+        return _rounded(score - 2 * self.units_.surprise(x))  # a squared distance is twice a number of nats
 
     def _parts(self, x: Floats) -> list[Tensor]:
         with np.errstate(over="ignore", invalid="ignore"):
@@ -353,15 +351,7 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
 
     def _profiles(self, x: Floats) -> Floats:
         """[U(z, t), log |grad U(z, t)|] of every row at every level t, (n, 2 (T + 1))."""
-        return np.concatenate([self._profile(part) for part in self._parts(x)])
-
-    def _profile(self, z: Tensor) -> Floats:
-        columns = []
-        for level in range(self.model_.ladder.levels):
-            t = torch.full((len(z),), level)
-            u, slope = energy_and_gradient(at_level(self._energy, t), z)
-            columns += [u, slope.flatten(1).norm(dim=1).clamp(min=1e-12).log()]
-        return torch.stack(columns, 1).numpy()
+        return np.concatenate([profiles(self._energy, self.model_.ladder.levels, part) for part in self._parts(x)])
 
     def concerns(self) -> list[str]:
         """What you should know before trusting this fit, each with what to do: what `fit` warned of."""
@@ -453,11 +443,3 @@ def _check_range(units: Units, x: Floats) -> None:
         raise InputError(
             f"row {int(np.flatnonzero(wild)[0])} of X is too many sds away from the others for float32: remove it"
         )
-
-
-def _profile_law(profiles: Floats) -> tuple[Floats, Floats]:
-    """Mean and precision. It shrinks towards equal variances, so energies and slopes are put on one scale first."""
-    sd = profiles.std(0)
-    sd[sd == 0] = 1.0
-    law = LedoitWolf().fit(profiles / sd)
-    return law.location_ * sd, law.precision_ / np.outer(sd, sd)

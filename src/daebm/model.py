@@ -28,6 +28,7 @@ Array = TypeVar("Array", np.ndarray[Any, Any], Tensor)
 CHUNK = 1 << 17  # numbers per network evaluation; bounds memory
 PROFILE_CHUNK = 1 << 19  # a GPU wants more at a time, and there is a level at a time
 SHIPPED = ("fashion-mnist",)  # trained models that come with this package
+ANNEALED_STEPS = 20  # per level
 LEAST_TRIP = 100  # transitions: a training shorter than this has not shown how long a round trip is
 SAMPLE_CHUNK, LARGEST_SAMPLE = 1 << 20, 1 << 28  # numbers that are drawn at once, and in a call: a GiB
 
@@ -103,11 +104,13 @@ class Model:
         with exactly():
             return np.concatenate([of(points[i : i + rows]) for i in range(0, max(len(points), 1), rows)])
 
-    def sample(self, count: int, seed: int = 0, visits: int = 1, clean: bool = True) -> np.ndarray[Any, Any]:
+    def sample(self, count: int, seed: int = 0, visits: int | None = None, clean: bool = True) -> np.ndarray[Any, Any]:
         """``count`` samples at t = 0, started from noise, shape (count, ...).
 
         With levels: Algorithm 3 with stopping rule M = ``visits``. The first visit is a hitting time, so M = 1 is not
-        an exact draw from exp(-U(x, 0)); larger M, or `draw` with ``transitions``, come closer at a price. A plain EBM
+        an exact draw from exp(-U(x, 0)); larger M, or `draw` with ``transitions``, come closer at a price. When it is
+        not given, M = 1, but a model whose label move carries x goes down the levels once, some steps at each: for
+        images that costs a tenth, and the energies are those of data within their error. A plain EBM
         runs the Langevin steps its method uses. ``clean`` removes the noise floor by Tweedie's formula. A model whose
         labels do not reach level 0, by what a round trip took in training, is an error and no endless run.
         """
@@ -122,7 +125,9 @@ class Model:
         parts = []
         with exactly():
             for done in range(0, max(count, 1), rows):
-                x = self.draw(min(rows, count - done), generator, visits).x
+                quick = visits is None and self.config.label_move == "carry"
+                how = {"transitions": 0, "annealed_steps": ANNEALED_STEPS} if quick else {"visits": visits or 1}
+                x = self.draw(min(rows, count - done), generator, **how).x
                 parts.append(self.to_data(self.cleaned(x) if clean else x).cpu().numpy())
         return np.concatenate(parts)
 
@@ -151,7 +156,8 @@ class Model:
         """Samples from noise by the method's own way.
 
         With MGMS: Algorithm 3 with M = ``visits`` or, given ``transitions``, those of ``count`` chains that are at
-        t = 0 after so many; ``annealed_steps`` at every level on the way down make a quicker start for either.
+        t = 0 after so many; ``annealed_steps`` at every level on the way down make a quicker start for either, which
+        is all that there is after 0 transitions.
         """
         row, sampler = method(self.config.method), self.sampler()
         start = sampling.from_noise(sampler, self.event, count, generator)
@@ -164,6 +170,8 @@ class Model:
                 return sampling.Drawn(x, start.t, (steps + 1) * count)
             if annealed_steps:
                 start = sampling.annealed(sampler, start, annealed_steps, generator, self.config.label_move == "carry")
+            if transitions == 0:
+                return start
             if transitions is None:
                 # A walk between neighbouring levels takes their number squared: a guess where nothing was recorded.
                 trip = self.ladder.levels**2 if self.trip is None else max(self.trip, self.ladder.levels)
