@@ -126,7 +126,11 @@ class Model:
         with exactly():
             for done in range(0, max(count, 1), rows):
                 quick = visits is None and self.config.label_move == "carry"
-                how = {"transitions": 0, "annealed_steps": ANNEALED_STEPS} if quick else {"visits": visits or 1}
+                how = (
+                    {"transitions": 0, "annealed_steps": ANNEALED_STEPS}
+                    if quick
+                    else {"visits": 1 if visits is None else visits}
+                )
                 x = self.draw(min(rows, count - done), generator, **how).x
                 parts.append(self.to_data(self.cleaned(x) if clean else x).cpu().numpy())
         return np.concatenate(parts)
