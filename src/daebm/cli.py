@@ -202,14 +202,20 @@ class Ood:
         laws = {name: saved.get(name) or detection.fit_law(name, model, train) for name in wanted}
         scores = {name: score for name, score in detection.model_scores(model, laws).items() if name in self.scores}
         found = detection.detect(scores | detection.baseline_scores(train), sets)
-        lines = detection.lines(found)
-        for line in lines:
+        lines, differences = detection.lines(found), detection.differences(found, scores)
+        paired = [
+            (row["score"], row["less"], row["set"], "{:+.3f} ({:+.3f} to {:+.3f})".format(*row["auroc"]))
+            for row in differences
+        ]
+        for line in (*lines, (), ("AUROC of", "less that of", "set", "difference"), *paired):
             print("  ".join(f"{cell:<22}" for cell in line).rstrip())
         if self.out is not None:
             self.out.mkdir(parents=True)
-            checkpoint.write_json(self.out / "ood.json", {"model": self.model, "rows": detection.rows(found)})
+            everything = {"model": self.model, "rows": detection.rows(found), "differences": differences}
+            checkpoint.write_json(self.out / "ood.json", everything)
             pictures = "".join(report.inline(k, report.png(v)) for k, v in detection.figures(found).items())
             body = f"<h1>{inside} against other images</h1>" + report.table(lines) + pictures
+            body += report.table([("AUROC of", "less that of", "set", "difference"), *paired])
             report.write_page(self.out / "report.html", f"daebm: ood {self.model}", body)
             print(f"report: {self.out / 'report.html'}")
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -202,6 +202,17 @@ def difference(one: Separation, other: Separation) -> tuple[float, float, float]
     """AUROC of ``one`` less that of ``other`` on the same images, with its paired bootstrap interval."""
     low, high = np.percentile(one.draws[:, 0] - other.draws[:, 0], INTERVAL)
     return float(one.value[0] - other.value[0]), float(low), float(high)
+
+
+def differences(detection: Detection, names: Collection[str]) -> list[dict[str, Any]]:
+    """AUROC of each of the scores ``names`` less that of every other one, set by set, with paired intervals."""
+    return [
+        {"score": name, "less": other, "set": key, "auroc": difference(it, detection.separations[other][key])}
+        for name in names
+        for other in detection.separations
+        if other not in names
+        for key, it in detection.separations[name].items()
+    ]
 
 
 def figures(detection: Detection) -> dict[str, Figure]:

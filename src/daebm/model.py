@@ -125,13 +125,11 @@ class Model:
         parts = []
         with exactly():
             for done in range(0, max(count, 1), rows):
-                quick = visits is None and self.config.label_move == "carry"
-                how = (
-                    {"transitions": 0, "annealed_steps": ANNEALED_STEPS}
-                    if quick
-                    else {"visits": 1 if visits is None else visits}
-                )
-                x = self.draw(min(rows, count - done), generator, **how).x
+                some = min(rows, count - done)
+                if visits is None and self.config.label_move == "carry":
+                    x = self.draw(some, generator, transitions=0, annealed_steps=ANNEALED_STEPS).x
+                else:
+                    x = self.draw(some, generator, 1 if visits is None else visits).x
                 parts.append(self.to_data(self.cleaned(x) if clean else x).cpu().numpy())
         return np.concatenate(parts)
 
