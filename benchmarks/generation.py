@@ -12,25 +12,33 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from judge import Judge, confident, frechet, nearest, shares, train_judge, unit
-from PIL import Image
 from torch import Tensor
 
 from daebm import checkpoint, load, sampling
 from daebm.engine import Engine, set_precision
-from daebm.images import load_images
+from daebm.images import contact_sheet, load_images
 from daebm.model import Model, model_folder
 from daebm.samplers.langevin import KERNELS
 
 WAYS = ["annealed-20", "annealed-35", "annealed-80", "first-hit", "chains"]
 LARGEST = 200_000  # transitions
 SHOWN = 60
+
+
+def ready(name: str, device: str) -> Model:
+    """The model on ``device``, in the precision that it was trained in or, on a CPU, without what that cannot do."""
+    model = load(name).to(device)
+    if device == "cpu":
+        model.config = dataclasses.replace(model.config, device="cpu", compile=False, precision="fp32")
+    else:
+        set_precision(model.network, model.config.precision)
+    return model
 
 
 def annealed(model: Model, count: int, steps: int, generator: torch.Generator) -> tuple[Tensor, float]:
@@ -75,14 +83,9 @@ def measures(judge: Judge, x: Tensor, test: Tensor, train: Tensor) -> dict[str, 
 
 
 def picture(path: Path, x: Tensor) -> None:
-    grid = ((1 - x[:SHOWN, 0].clamp(-1, 1)) * 127.5).round().byte().cpu().numpy()
-    across = 20
-    rows = math.ceil(len(grid) / across)
-    sheet = np.full((rows * 28, across * 28), 255, np.uint8)
-    for k, image in enumerate(grid):
-        i, j = divmod(k, across)
-        sheet[28 * i : 28 * i + 28, 28 * j : 28 * j + 28] = image
-    Image.fromarray(sheet).resize((across * 56, rows * 56), Image.Resampling.NEAREST).save(path)
+    """Dark on white, as garments are looked at."""
+    shown = -x[:SHOWN].clamp(-1, 1).cpu().numpy()
+    checkpoint.write_atomically(path, contact_sheet(shown, np.array([-1.0, 1.0])))
 
 
 def main() -> None:
@@ -94,11 +97,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--ways", nargs="+", default=WAYS)
     args = parser.parse_args()
-    model = load(args.model).to(args.device)
-    if args.device == "cpu":
-        model.config = dataclasses.replace(model.config, device="cpu", compile=False, precision="fp32")
-    else:
-        set_precision(model.network, model.config.precision)
+    model = ready(args.model, args.device)
     name = model.config.experiment
     judge = train_judge(name, args.device, args.seed)
     train, test = (unit(torch.from_numpy(load_images(name, split)[0])).to(args.device) for split in ("train", "test"))

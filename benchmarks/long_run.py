@@ -8,19 +8,17 @@ from one image of each class. Prints a JSON line for every look, and draws start
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from generation import picture
+from generation import picture, ready
 from judge import Judge, train_judge, unit
 from torch import Tensor
 
-from daebm import checkpoint, load
-from daebm.engine import set_precision
+from daebm import checkpoint
 from daebm.images import load_images
 from daebm.model import Model
 
@@ -66,11 +64,7 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=0, help="steps in this call; 0 is all")
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
-    model = load(args.model).to(args.device)
-    if args.device == "cpu":
-        model.config = dataclasses.replace(model.config, device="cpu", compile=False, precision="fp32")
-    else:
-        set_precision(model.network, model.config.precision)
+    model = ready(args.model, args.device)
     name = model.config.experiment
     judge = train_judge(name, args.device)
     first = start(model, args.images, name)
