@@ -143,7 +143,7 @@ class Sample:
     """Draw new rows or pictures from a model, started from noise."""
 
     model: ModelName
-    """Folder that `daebm fit` or `daebm run` has written."""
+    """Folder that `daebm fit` or `daebm run` has written, or fashion-mnist, which comes with this package."""
     out: Out
     """The file to write: .npy, .csv for tables, or .png for images."""
     count: Annotated[int, tyro.conf.arg(name="number", metavar="N", aliases=["-n"])] = 64

@@ -64,10 +64,12 @@ def saved_laws(folder: Path) -> dict[str, Law]:
 def model_scores(model: Model, laws: Mapping[str, Law]) -> dict[str, Score]:
     """``energy``, -U(x, 0) as in the paper, and one for each law."""
 
+    def energy(images: Images) -> Floats:
+        return -model.energy(images[:, None]).astype(np.float64)
+
     def of(name: str, law: Law) -> Score:
         return lambda images: law.score(LAWS[name](model, images))
 
-    energy: Score = lambda images: -model.energy(images[:, None]).astype(np.float64)  # noqa: E731
     return {"energy": energy} | {name: of(name, law) for name, law in laws.items()}
 
 
@@ -222,12 +224,15 @@ def figures(detection: Detection) -> dict[str, Figure]:
     histograms = Figure(figsize=(4 * len(names), 2.6), layout="constrained")
     for axis, name in zip(np.atleast_1d(histograms.subplots(1, len(names))), names, strict=True):
         values = detection.scores[name]
+        if name in LAWS:  # squared distances reach a hundred times further out than normal images do
+            values = {key: -np.sqrt(-part) for key, part in values.items()}
         # A few images that are far out would leave one bar for all others.
         low, high = np.percentile(np.concatenate(list(values.values())), [1, 100])
         for key, part in values.items():
             bins = np.linspace(low, high, 60).tolist()
             axis.hist(part.clip(low), bins=bins, density=True, histtype="step", label=key)
-        axis.set_title(name, fontsize=9)
+        axis.set_title(f"{name}, minus the distance" if name in LAWS else name, fontsize=9)
+        axis.locator_params(axis="x", nbins=5)
         axis.set_yticks([])
     histograms.axes[0].legend(fontsize=7)
     curves = Figure(figsize=(4 * len(others), 5.4), layout="constrained")

@@ -109,10 +109,10 @@ class Model:
 
         With levels: Algorithm 3 with stopping rule M = ``visits``. The first visit is a hitting time, so M = 1 is not
         an exact draw from exp(-U(x, 0)); larger M, or `draw` with ``transitions``, come closer at a price. When it is
-        not given, M = 1, but a model whose label move carries x goes down the levels once, some steps at each: for
-        images that costs a tenth, and the energies are those of data within their error. A plain EBM
-        runs the Langevin steps its method uses. ``clean`` removes the noise floor by Tweedie's formula. A model whose
-        labels do not reach level 0, by what a round trip took in training, is an error and no endless run.
+        not given, M = 1, but a model whose label move carries x goes down the levels once, with some steps at each:
+        no exact draw either, and close enough for pictures. A plain EBM runs the Langevin steps its method uses.
+        ``clean`` removes the noise floor by Tweedie's formula. A model whose labels do not reach level 0, by what a
+        round trip took in training, is an error and no endless run.
         """
         each = math.prod(self.event)
         if count * each > LARGEST_SAMPLE:
