@@ -28,7 +28,7 @@ Array = TypeVar("Array", np.ndarray[Any, Any], Tensor)
 CHUNK = 1 << 17  # numbers per network evaluation; bounds memory
 PROFILE_CHUNK = 1 << 19  # a GPU wants more at a time, and there is a level at a time
 SHIPPED = ("fashion-mnist",)  # trained models that come with this package
-ANNEALED_STEPS = 20  # per level
+ANNEALED_STEPS = 20  # per level, on the way down from noise
 LEAST_TRIP = 100  # transitions: a training shorter than this has not shown how long a round trip is
 SAMPLE_CHUNK, LARGEST_SAMPLE = 1 << 20, 1 << 28  # numbers that are drawn at once, and in a call: a GiB
 

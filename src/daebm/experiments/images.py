@@ -18,14 +18,13 @@ from daebm.errors import InputError
 from daebm.experiments.base import Arrays, Column, Experiment, Summary, Trained, long_run, progress
 from daebm.experiments.image_figures import TREATMENT, Floats, compare, figures
 from daebm.images import load_images
-from daebm.model import Model
+from daebm.model import ANNEALED_STEPS, Model
 from daebm.precision import check_precision
 from daebm.samplers.adapt import StepSizes
 from daebm.samplers.langevin import KERNELS
 from daebm.spacing import neighbour_acceptance
 
 HELD_OUT = 5000  # the last so many training images; the test split is for final results alone
-ANNEALED_STEPS = 35  # per level, on the way down from noise
 STORE_CHAINS = 1000  # at most so many of the store are moved on; bounds memory
 SNAPSHOTS = 20  # of the moving chains, over the second half of their way
 PER_LEVEL = 1000  # diffused held-out images whose energy stands for a level's
