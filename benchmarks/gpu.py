@@ -11,8 +11,10 @@ import copy
 import itertools
 import statistics
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -167,6 +169,11 @@ def trained(folder: Path) -> None:
         report = check_precision(model.network, precision, x, t, model.sigma, generator)
         verdict = "admitted" if report.passes else "refused"
         print(f"  {precision:<8}{float(report.acceptance.max()):8.4f}{float(report.labels.max()):8.4f}  {verdict}")
+    set_precision(model.network, "fp32")
+    images = np.random.default_rng(0).integers(256, size=(10_000, *model.event), dtype=np.uint8)
+    print("scores of 10,000 images, from bytes in the host's memory, s:")
+    for name, score in {"energy": model.energy, "features": partial(model.said, "features")}.items():
+        print(f"  {name:<8}{milliseconds(lambda score=score: score(images), rounds=3) / 1000:8.3f}", flush=True)
     print("a MALA step of this model, ms:")
     for precision in ("tf32x2", "tf32", "fp16"):
         ms = captured_steps(model.network, x[:BATCH], t[:BATCH], precision, STEPS)

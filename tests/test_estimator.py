@@ -262,7 +262,7 @@ def test_profile() -> None:
     np.testing.assert_array_equal(model.log_density(x), energy.log_density(x))
     np.testing.assert_array_equal(energy.set_params(score_by="profile").p_values(x), model.p_values(x))  # without a fit
     levels = model.model_.ladder.levels
-    assert model.profile_mean_.shape == (2 * levels,)
+    assert model.laws_["profile"].mean.shape == (2 * levels,)
 
 
 def test_score_is_a_method_and_a_parameter_has_another_name() -> None:
@@ -324,7 +324,7 @@ def test_pipeline_grid_search_and_clone() -> None:
     ("parameters", "message"),
     [
         ({"budget": "huge"}, "budget must be one of small, medium, large, got 'huge'"),
-        ({"score_by": "score"}, "score_by must be one of energy, profile"),
+        ({"score_by": "score"}, "score_by must be one of energy, features, profile"),
         ({"fpr": 1.5}, "between 0 and 1"),
         ({"floor": -1}, "floor must be 'auto' or a noise sd"),
         ({"settings": {"widht": 3}}, "'widht', which is no setting of daebm.Config"),

@@ -22,6 +22,7 @@ from daebm.experiments import EXPERIMENTS, experiment
 from daebm.images import load_images
 from daebm.methods import METHODS
 from daebm.model import load, model_folder
+from daebm.profile import SAID
 from daebm.training import begin, step
 
 Name = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="EXPERIMENT")]
@@ -184,7 +185,7 @@ class Ood:
         _set_threads(self.threads)
         if self.data_dir is not None:
             os.environ["DAEBM_DATA"] = str(self.data_dir)
-        known = ("energy", *detection.LAWS)
+        known = ("energy", *SAID)
         if wrong := [name for name in self.scores if name not in known] or not self.scores:
             raise InputError(f"--scores takes {', '.join(known)}, got {wrong or 'none'}")
         if self.images < 0:

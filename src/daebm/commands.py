@@ -16,7 +16,7 @@ import numpy as np
 import tyro
 
 from daebm import checkpoint, conformal, tables
-from daebm.errors import CheckpointError, InputError
+from daebm.errors import InputError
 from daebm.images import contact_sheet
 from daebm.model import load, model_folder
 from daebm.state import holds_state
@@ -48,7 +48,7 @@ class Fit:
     budget: str = "medium"
     """small, medium or large: how long to train."""
     score_by: str = "energy"
-    """energy (the log density) or profile (energies and slopes at all noise levels)."""
+    """energy (the log density), profile (energies and slopes at all noise levels) or features (residual networks)."""
     floor: float | None = None
     """Noise that is added to the data at the lowest level, in sds; chosen from the data when not given."""
     columns: Columns = field(default_factory=list)
@@ -95,7 +95,7 @@ class Score:
     """
 
     model: ModelName
-    """Folder that `daebm fit` has written."""
+    """Folder that `daebm fit` has written, or fashion-mnist, which comes with this package."""
     data: DataPath
     """Like the data of `daebm fit`; columns of a csv file with a header are found by their names."""
     out: Out
@@ -103,7 +103,7 @@ class Score:
     fpr: float | None = None
     """Another false-alarm rate than in fit."""
     score_by: str | None = None
-    """Another score than in fit: energy or profile."""
+    """Another score than in fit: energy, profile, or features for a residual network."""
     columns: Columns = field(default_factory=list)
     """Columns of a csv file without a header to take, by number from 1, as in fit."""
     size: Size = None
@@ -154,17 +154,17 @@ class Sample:
     """Replace the file if it is there."""
 
     def __call__(self) -> None:
-        from daebm.estimator import DAEBM
+        from daebm.estimator import DAEBM, NoEstimatorError
 
         _check_file(self.out, (".npy", ".csv", ".png"), self.overwrite)
         if self.count < 1:
             raise InputError(f"-n must be at least 1, got {self.count}")
         _check_seed(self.seed or 0)
-        folder, names = model_folder(self.model), []
+        names: list[str] = []
         try:
-            detector = DAEBM.load(folder)
-        except CheckpointError:  # a bare model, if any
-            x, seen = load(folder).sample(self.count, self.seed or 0), np.array([-1.0, 1.0])  # the units of its images
+            detector = DAEBM.load(self.model)
+        except NoEstimatorError:  # a bare model, if any: of images in [-1, 1]
+            x, seen = load(self.model).sample(self.count, self.seed or 0), np.array([-1.0, 1.0])
         else:
             x, seen = detector.sample(self.count, self.seed), detector.examples_["energy"]
             names = [str(name) for name in getattr(detector, "feature_names_in_", [])]
@@ -177,17 +177,18 @@ class Inspect:
     """Report on a fitted model: training, label mixing, energies, calibration, most and least normal examples."""
 
     model: ModelName
-    """Folder that `daebm fit` has written."""
+    """Folder that `daebm fit` has written, or fashion-mnist, which comes with this package."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="FILE", aliases=["-o"])] = None
-    """The html file to write; MODEL/report.html when not given."""
+    """The html file to write; MODEL/report.html when not given, MODEL-report.html for a name."""
     overwrite: Flag = False
     """Replace the file if it is there."""
 
     def __call__(self) -> None:
         from daebm import inspection
 
-        out = self.out or model_folder(self.model) / REPORT
         detector = _detector(self.model)
+        own = Path(self.model).exists()  # what comes with the package stays as it is
+        out = self.out or (Path(self.model) / REPORT if own else Path(f"{self.model}-{REPORT}"))
         _check_file(out, (".html",), self.overwrite)
         with _names_known():
             inspection.write(out, detector, self.model)
@@ -198,10 +199,9 @@ class Inspect:
 def _detector(name: str) -> DAEBM:
     from daebm.estimator import DAEBM
 
-    folder = model_folder(name)
-    if holds_state(folder):
+    if holds_state(model_folder(name)):
         raise InputError(f"{name} holds a run of `daebm run`, which has no calibration: name a folder of `daebm fit`")
-    return DAEBM.load(folder)
+    return DAEBM.load(name)
 
 
 def _facts(detector: DAEBM) -> str:

@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from matplotlib.figure import Figure
-from torch import Tensor
 
 from daebm import checkpoint
 from daebm.images import load_images
 from daebm.model import Model
-from daebm.profile import Law
+from daebm.profile import SAID, Law, laws_in
 from daebm.units import Floats
 
 SETS = ("fashion-mnist", "mnist", "emnist-letters", "kmnist")
@@ -35,30 +33,13 @@ Images = np.ndarray[Any, np.dtype[np.uint8]]  # (n, h, w)
 Score = Callable[[Images], Floats]
 
 
-LAWS: dict[str, Callable[[Model, Images], Floats]] = {
-    "features": lambda model, images: model.features(images[:, None]),
-    "profile": lambda model, images: model.profiles(images[:, None]),
-}
-"""What is said of images; the scores of these names are how far that is from what is said of training images."""
-
-
 def fit_law(name: str, model: Model, train: Images) -> Law:
-    return Law.of(LAWS[name](model, train[:LAW_IMAGES]))
-
-
-def law_tensors(laws: Mapping[str, Law]) -> dict[str, Tensor]:
-    """To be saved with a model; float32 is exact to a millionth of a distance."""
-    parts = {f"law.{name}.{part}": getattr(law, part) for name, law in laws.items() for part in ("mean", "precision")}
-    return {key: torch.from_numpy(value).float() for key, value in parts.items()}
+    return Law.of(model.said(name, train[:LAW_IMAGES, None]))
 
 
 def saved_laws(folder: Path) -> dict[str, Law]:
     """Those that were saved with a model."""
-    if not checkpoint.exists(folder, "model"):
-        return {}
-    tensors, _facts = checkpoint.read(folder, "model")
-    array = {key: value.double().numpy() for key, value in tensors.items() if key.startswith("law.")}
-    return {name: Law(array[f"law.{name}.mean"], array[f"law.{name}.precision"]) for name in LAWS if array}
+    return laws_in(checkpoint.read(folder, "model")[0]) if checkpoint.exists(folder, "model") else {}
 
 
 def model_scores(model: Model, laws: Mapping[str, Law]) -> dict[str, Score]:
@@ -68,7 +49,7 @@ def model_scores(model: Model, laws: Mapping[str, Law]) -> dict[str, Score]:
         return -model.energy(images[:, None]).astype(np.float64)
 
     def of(name: str, law: Law) -> Score:
-        return lambda images: law.score(LAWS[name](model, images))
+        return lambda images: law.score(model.said(name, images[:, None]))
 
     return {"energy": energy} | {name: of(name, law) for name, law in laws.items()}
 
@@ -224,14 +205,14 @@ def figures(detection: Detection) -> dict[str, Figure]:
     histograms = Figure(figsize=(4 * len(names), 2.6), layout="constrained")
     for axis, name in zip(np.atleast_1d(histograms.subplots(1, len(names))), names, strict=True):
         values = detection.scores[name]
-        if name in LAWS:  # squared distances reach a hundred times further out than normal images do
+        if name in SAID:  # squared distances reach a hundred times further out than normal images do
             values = {key: -np.sqrt(-part) for key, part in values.items()}
         # A few images that are far out would leave one bar for all others.
         low, high = np.percentile(np.concatenate(list(values.values())), [1, 100])
         for key, part in values.items():
             bins = np.linspace(low, high, 60).tolist()
             axis.hist(part.clip(low), bins=bins, density=True, histtype="step", label=key)
-        axis.set_title(f"{name}, minus the distance" if name in LAWS else name, fontsize=9)
+        axis.set_title(f"{name}, minus the distance" if name in SAID else name, fontsize=9)
         axis.locator_params(axis="x", nbins=5)
         axis.set_yticks([])
     histograms.axes[0].legend(fontsize=7)

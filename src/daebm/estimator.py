@@ -25,13 +25,13 @@ from torch import Tensor
 from daebm import checkpoint, conformal, recipe
 from daebm.data import Dataset
 from daebm.errors import CheckpointError, InputError
-from daebm.fitting import LARGEST_VALIDATION, Watch, energies, normalise
-from daebm.model import Model, assembled
-from daebm.profile import Law, profiles
+from daebm.fitting import LARGEST_VALIDATION, Normalised, Watch, energies, normalise
+from daebm.model import Model, assembled, model_folder
+from daebm.profile import SAID, Law, kinds, law_tensors, laws_in
 from daebm.training import train
 from daebm.units import Floats, Units
 
-SCORES = ("energy", "profile")
+SCORES = ("energy", *SAID)
 PER_SCORE = ("calibration", "validation", "examples")  # attributes that hold an array for each of them
 CALIBRATION, LARGEST_CALIBRATION = 5, 1000  # one row in five is kept for calibration, up to so many
 VALIDATION = 10  # one row in ten is kept to watch training by, up to LARGEST_VALIDATION
@@ -46,6 +46,10 @@ LARGEST_GAP, GAP_PER_DIMENSION = 0.2, 0.05  # nats
 LEAST_ACCEPTANCE, LEAST_TRIPS, LARGEST_ERROR = 0.4, 1.0, 0.1
 
 
+class NoEstimatorError(CheckpointError):
+    """A folder without an estimator; it may hold a bare model."""
+
+
 class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
     """Density and outliers of a numeric table (n, d) or of images (n, h, w) or (n, c, h, w).
 
@@ -55,12 +59,13 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
 
     Parameters
     ----------
-    score_by : "energy" or "profile"
+    score_by : "energy", "profile" or "features"
         What `score_samples` returns: the log density at the data's level, or minus the squared Mahalanobis distance
-        (Ledoit-Wolf) of the energies and the logarithms of their slopes at all noise levels from those of the
-        training rows; constant columns with another value take off twice the nats then. (Not called ``score``: an
-        attribute of that name would hide the method `score`, which `GridSearchCV` needs, and scikit-learn demands that
-        attribute and parameter share their name.)
+        (Ledoit-Wolf) from training rows of what the network says of a row: the energies and the logarithms of their
+        slopes at all noise levels, or the features that the energy is a sum of (residual networks only). Constant
+        columns with another value take off twice the nats then. (Not called ``score``: an attribute of that name would
+        hide the method `score`, which `GridSearchCV` needs, and scikit-learn demands that attribute and parameter share
+        their name.)
     fpr : float
         False-alarm rate of `predict`: the share of normal rows that are flagged. It needs 1 / fpr - 1 rows for
         calibration, which `fit` keeps apart; with fewer, `fit` warns and `predict` refuses. Both this and ``score_by``
@@ -82,10 +87,12 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
     model_ : the trained `daebm.Model`, in standardised units
     log_normaliser_, log_normaliser_se_ : log of the integral of exp(-U) at level 0, and its standard error in nats
     offset_ : the score under which `predict` flags
-    calibration_ : sorted scores of the rows kept for calibration, of either kind of score
+    calibration_ : sorted scores of the rows kept for calibration, of every kind of score that the network has
     validation_ : the same of the rows that training was watched by
-    noisy_ : log densities of the calibration rows with the floor's noise added, as the model's own samples have it
-    examples_ : the eight least and the eight most normal calibration rows, sorted like their scores, of either kind
+    noisy_ : log densities of the calibration rows with the floor's noise added, as the model's own draws have it
+    drawn_ : log densities of draws of the model's own, by which its normalising constant was found
+    examples_ : the eight least and the eight most normal calibration rows, sorted like their scores, of every kind
+    laws_ : mean and precision of what the network says of training rows, by kind of score
     history_ : a dictionary for every look during training: held-out log density, gap, acceptance, round trips
     """
 
@@ -130,26 +137,57 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
         _check_range(units, x)
         z, held = (torch.from_numpy(units.to_model(x[part])).float() for part in (rows.train, rows.validation))
         config = recipe.choose(z, self.budget, self.floor, seed, self.settings)
+        if self.score_by == "features" and "resnet" not in config.network:
+            raise InputError(
+                "score_by='features' needs a residual network, for images: settings={'network': 'level-resnet'}"
+            )
         dataset = Dataset("X", z, held)
         watch = Watch(config, dataset, self.verbose)
         state, ladder = train(config, dataset, report=watch.note, stop=watch)
         model, chains = watch.chosen(state, ladder)
-        constants = normalise(model, chains, dataset, seed)
+        found = normalise(model, chains, dataset, seed)
 
-        self._use(model)
-        self.units_, self.seed_, self.config_ = units, seed, config
-        self.history_, self.n_iter_ = watch.history, state.iteration
-        self.log_normaliser_, self.log_normaliser_se_ = float(constants.value[0]), float(constants.error[0])
-        law = Law.of(self._profiles(x[rows.train]))
-        self.profile_mean_, self.profile_precision_ = law.mean, law.precision
-        scores = {kind: self._scores(x[rows.calibration], kind) for kind in SCORES}
-        self.examples_ = {kind: x[rows.calibration[_ends(values)]] for kind, values in scores.items()}
-        self.validation_ = {kind: np.sort(self._scores(x[rows.validation], kind)) for kind in SCORES}
-        self.noisy_ = self._noisy_log_density(x[rows.calibration])
-        self.calibration_ = {kind: np.sort(values) for kind, values in scores.items()}
+        self.history_, self.n_iter_, self.seed_ = watch.history, state.iteration, seed
+        self._use(model, units)
+        laws = {kind: Law.of(self._said(kind, x[rows.train])) for kind in kinds(model.network)}
+        self._calibrate(found, laws, x[rows.validation], x[rows.calibration])
         for concern in self.concerns():
             warnings.warn(concern, ConvergenceWarning, stacklevel=3)
         return self
+
+    @classmethod
+    def from_model(
+        cls,
+        model: Model,
+        units: Units,
+        found: Normalised,
+        laws: dict[str, Law],
+        validation: Floats,
+        calibration: Floats,
+        history: list[dict[str, Any]],
+        **parameters: Any,
+    ) -> DAEBM:
+        """An estimator of a model that was trained elsewhere, calibrated on rows that it has not seen.
+
+        ``found`` is what `daebm.fitting.normalise_trained` tells, ``history`` what `history_` is, and ``parameters``
+        are those of the constructor.
+        """
+        self = cls(**parameters)
+        self.history_, self.n_iter_, self.seed_ = history, history[-1]["iteration"], model.config.seed
+        self._use(model, units)
+        self._calibrate(found, laws, validation, calibration)
+        return self
+
+    def _calibrate(self, found: Normalised, laws: dict[str, Law], validation: Floats, calibration: Floats) -> None:
+        """Scores of rows that were not trained on; what decisions are made by."""
+        self.log_normaliser_, self.log_normaliser_se_ = found.value, found.error
+        self.drawn_ = -found.drawn[::-1] - found.value - self.units_.log_stretch
+        self.laws_ = laws
+        scores = {kind: self._scores(calibration, kind) for kind in ("energy", *laws)}
+        self.examples_ = {kind: calibration[_ends(values)] for kind, values in scores.items()}
+        self.validation_ = {kind: np.sort(self._scores(validation, kind)) for kind in scores}
+        self.noisy_ = self._noisy_log_density(calibration)
+        self.calibration_ = {kind: np.sort(values) for kind, values in scores.items()}
 
     def __sklearn_is_fitted__(self) -> bool:
         return hasattr(self, "calibration_")
@@ -165,9 +203,9 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
         return self._log_density(self._validated(X))
 
     def score_samples(self, X: Any) -> Floats:
-        """Larger is more normal: the log density, or minus the distance of the profile, as ``score_by`` says."""
+        """Larger is more normal: the log density, or minus a squared distance, as ``score_by`` says."""
         check_is_fitted(self)
-        return self._scores(self._validated(X), _kind(self.score_by))
+        return self._scores(self._validated(X), self._kind())
 
     def score(self, X: Any, y: Any = None) -> float:
         """The mean log density of X, whatever ``score_by``; `GaussianMixture.score` is a mean too."""
@@ -181,11 +219,17 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
         scores = self.score_samples(X)
         return conformal.p_values(self.calibration_[self.score_by], scores)
 
+    def _kind(self) -> str:
+        """``score_by``, if this model has it."""
+        if _kind(self.score_by) not in self.calibration_:
+            raise InputError(f"this model has the scores {', '.join(self.calibration_)}, and no {self.score_by}")
+        return self.score_by
+
     @property
     def offset_(self) -> float:
         """The score under which a row is flagged."""
         check_is_fitted(self)
-        return conformal.threshold(self.calibration_[_kind(self.score_by)], self.fpr)
+        return conformal.threshold(self.calibration_[self._kind()], self.fpr)
 
     def decision_function(self, X: Any) -> Floats:
         """`score_samples` minus `offset_`; negative is flagged."""
@@ -218,7 +262,10 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
             if random_state is None
             else int(check_random_state(random_state).randint(2**31 - 1))
         )
-        return self.units_.to_user(self.model_.sample(int(n_samples), seed, SAMPLE_VISITS).astype(np.float64))
+        # Labels that carry x have a quicker way, which `Model.sample` takes when it is given no number of visits.
+        visits = None if self.config_.label_move == "carry" else SAMPLE_VISITS
+        x = torch.from_numpy(self.model_.sample(int(n_samples), seed, visits).astype(np.float64))
+        return self.units_.to_user(self.model_.standardise(x).numpy())
 
     @property
     def floor_(self) -> float:
@@ -226,17 +273,18 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
         check_is_fitted(self)
         return float(self.model_.ladder.floor)
 
-    def save(self, folder: str | Path) -> None:
+    def save(self, folder: str | Path, more: dict[str, Tensor] | None = None) -> None:
         """Write model.safetensors and model.json, which `DAEBM.load` and, for the bare model, `daebm.load` read.
 
-        Of the data they hold no more than `examples_`.
+        Of the data they hold no more than `examples_`. ``more`` tensors of your own go into the same file.
         """
         check_is_fitted(self)
         arrays = {name: getattr(self.units_, name) for name in ("varies", "shift", "scale")}
         for name in PER_SCORE:
             arrays |= {f"{name}.{kind}": values for kind, values in getattr(self, name + "_").items()}
-        arrays |= {name: getattr(self, name + "_") for name in ("noisy", "profile_mean", "profile_precision")}
+        arrays |= {"noisy": self.noisy_, "drawn": self.drawn_}
         tensors = {f"estimator.{name}": torch.from_numpy(np.ascontiguousarray(v)) for name, v in arrays.items()}
+        tensors |= law_tensors(self.laws_)
         parameters = {k: v.item() if isinstance(v, np.generic) else v for k, v in self.get_params().items()}
         if not isinstance(parameters["random_state"], int | None):
             parameters["random_state"] = None  # a generator: what it gave is in seed_
@@ -253,7 +301,7 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
             "n_features_in": getattr(self, "n_features_in_", None),  # scikit-learn counts those of tables only
             "feature_names": [str(name) for name in getattr(self, "feature_names_in_", [])],
         }
-        self.model_.save(folder, tensors, {"estimator": facts})
+        self.model_.save(folder, tensors | (more or {}), {"estimator": facts})
 
     def export_onnx(self, path: str | Path) -> None:
         """Write `log_density` as an ONNX file for other runtimes: float64 rows in the units of X, any number of them.
@@ -267,23 +315,32 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
 
     @classmethod
     def load(cls, folder: str | Path) -> DAEBM:
-        """The estimator that `save` wrote, without its training state."""
-        if not checkpoint.exists(Path(folder), "model"):
-            raise CheckpointError(f"{folder} holds no estimator: name a folder that `daebm fit` or DAEBM.save wrote")
-        tensors, everything = checkpoint.read(Path(folder), "model")
+        """The estimator that `save` wrote, without its training state, or one that comes with this package, by name."""
+        folder = model_folder(folder)
+        if not checkpoint.exists(folder, "model"):
+            raise NoEstimatorError(f"{folder} holds no estimator: name a folder that `daebm fit` or DAEBM.save wrote")
+        tensors, everything = checkpoint.read(folder, "model")
         if "estimator" not in everything:
-            raise CheckpointError(f"{folder} holds a model but no estimator: read it with daebm.load")
+            raise NoEstimatorError(f"{folder} holds a model but no estimator: read it with daebm.load")
+        try:
+            return cls._assembled(folder, tensors, everything)
+        except KeyError as error:
+            raise CheckpointError(
+                f"{folder} was written by another version of daebm ({error} is missing): fit again"
+            ) from error
+
+    @classmethod
+    def _assembled(cls, folder: Path, tensors: dict[str, Tensor], everything: dict[str, Any]) -> DAEBM:
         facts = everything["estimator"]
         if settings := facts["parameters"]["settings"]:  # JSON has no tuples, and settings no lists
             facts["parameters"]["settings"] = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
         array = {k.removeprefix("estimator."): v.numpy() for k, v in tensors.items() if k.startswith("estimator.")}
         self = cls(**facts["parameters"])
-        units = array["varies"], array["shift"], array["scale"]
-        self.units_ = Units(tuple(facts["event"]), *units, facts["rows"])
+        units = Units(tuple(facts["event"]), array["varies"], array["shift"], array["scale"], facts["rows"])
+        self.laws_ = laws_in(tensors)
         for name in PER_SCORE:
-            setattr(self, name + "_", {kind: array[f"{name}.{kind}"] for kind in SCORES})
-        for name in ("noisy", "profile_mean", "profile_precision"):
-            setattr(self, name + "_", array[name])
+            setattr(self, name + "_", {kind: array[f"{name}.{kind}"] for kind in ("energy", *self.laws_)})
+        self.noisy_, self.drawn_ = array["noisy"], array["drawn"]
         self.log_normaliser_, error = facts["log_normaliser"], facts["log_normaliser_se"]
         self.log_normaliser_se_ = math.inf if error is None else error
         self.seed_, self.n_iter_ = facts["seed"], facts["iterations"]
@@ -292,14 +349,13 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
             self.n_features_in_ = facts["n_features_in"]
         if facts["feature_names"]:
             self.feature_names_in_ = np.array(facts["feature_names"], dtype=object)
-        self._use(assembled(Path(folder), tensors, everything))
-        self.config_ = self.model_.config
+        self._use(assembled(folder, tensors, everything), units)
         return self
 
-    def _use(self, model: Model) -> None:
+    def _use(self, model: Model, units: Units) -> None:
         """Scores are computed in float64 and rounded after: they must not depend on the rows beside a row, not even in
         the last digit, for the calibration row at the threshold is compared with itself."""
-        self.model_ = model
+        self.model_, self.units_, self.config_ = model, units, model.config
         self._energy = copy.deepcopy(model.network).double()
 
     def _validated(self, X: Any, reset: bool = False) -> Floats:
@@ -331,27 +387,30 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
         return _rounded(log_p - self.units_.surprise(x))
 
     def _noisy_log_density(self, x: Floats) -> Floats:
-        generator = torch.Generator().manual_seed(self.seed_ + NOISE_SEED)
-        z = torch.cat(self._parts(x)).float()
-        noisy = self.model_.ladder.diffuse(z, torch.zeros(len(z), dtype=torch.long), generator).double()
-        log_p = -energies(self._energy, noisy) - self.log_normaliser_ - self.units_.log_stretch
-        return np.sort(log_p - self.units_.surprise(x))
+        generator = torch.Generator(self.model_.device).manual_seed(self.seed_ + NOISE_SEED)
+
+        def energy(z: Tensor) -> Floats:
+            level = torch.zeros(len(z), dtype=torch.long, device=z.device)
+            return energies(self._energy, self.model_.ladder.diffuse(z.float(), level, generator).double())
+
+        u = np.concatenate([energy(part) for part in self._parts(x)])
+        return np.sort(-u - self.log_normaliser_ - self.units_.log_stretch - self.units_.surprise(x))
 
     def _scores(self, x: Floats, kind: str) -> Floats:
         if kind == "energy":
             return self._log_density(x)
-        score = Law(self.profile_mean_, self.profile_precision_).score(self._profiles(x))
+        score = self.laws_[kind].score(self._said(kind, x))
         return _rounded(score - 2 * self.units_.surprise(x))  # a squared distance is twice a number of nats
 
     def _parts(self, x: Floats) -> list[Tensor]:
         with np.errstate(over="ignore", invalid="ignore"):
             z = torch.from_numpy(self.units_.to_model(x))
         rows = max(1, CHUNK // math.prod(self.units_.model_event))
-        return [z[i : i + rows] for i in range(0, len(z), rows)]
+        return [z[i : i + rows].to(self.model_.device) for i in range(0, len(z), rows)]
 
-    def _profiles(self, x: Floats) -> Floats:
-        """[U(z, t), log |grad U(z, t)|] of every row at every level t, (n, 2 (T + 1))."""
-        return np.concatenate([profiles(self._energy, self.model_.ladder.levels, part) for part in self._parts(x)])
+    def _said(self, kind: str, x: Floats) -> Floats:
+        """What the network says of every row besides its energy, (n, p)."""
+        return np.concatenate([SAID[kind](self._energy, self.model_.ladder.levels, part) for part in self._parts(x)])
 
     def concerns(self) -> list[str]:
         """What you should know before trusting this fit, each with what to do: what `fit` warned of."""

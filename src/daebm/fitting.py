@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from daebm.config import Config
 from daebm.data import Dataset
+from daebm.engine import exactly
 from daebm.ladder import Ladder
 from daebm.model import Model
 from daebm.normaliser import KERNEL_DIMENSIONS, LogNormalisers, Reference, known_reference, level_normalisers, snapshots
@@ -23,6 +25,7 @@ from daebm.units import Floats
 LARGEST_VALIDATION = 500  # rows that are looked at
 CHAINS, BURN_IN, SNAPSHOTS, APART = 2000, 15, 15, 3  # of the normalising constant, at most so many chains
 LOOK_CHAINS = 1000  # for a look during training
+OWN = 1000  # draws of the model's own that are kept at most, to be compared with the data
 LOOK_DRAWS, DRAWS = 4, 20  # of the known density, for every chain
 # Streams of their own, beside the training's, which starts at the seed itself.
 LOOK_SEED, NORMALISER_SEED = 50_000_017, 60_000_011
@@ -30,7 +33,7 @@ LOOK_SEED, NORMALISER_SEED = 50_000_017, 60_000_011
 
 def energies(network: nn.Module, z: Tensor, level: int = 0) -> Floats:
     with torch.no_grad():
-        u: Floats = network(z, torch.full((len(z),), level)).numpy()
+        u: Floats = network(z, torch.full((len(z),), level, device=z.device)).cpu().numpy()
     return u
 
 
@@ -108,7 +111,38 @@ def _reference(
     return known_reference(base, ladder, dataset.train, count, generator)
 
 
-def normalise(model: Model, chains: Drawn, dataset: Dataset, seed: int) -> LogNormalisers:
+class Normalised(NamedTuple):
+    """log Z of level 0, its standard error, and the energies of the model's own draws there, sorted."""
+
+    value: float
+    error: float
+    drawn: Floats
+
+
+def measured(model: Model, x: Tensor, t: Tensor, reference: Reference) -> tuple[LogNormalisers, Normalised]:
+    """Of snapshots x (s, n, ...) and t (s, n) of chains, in float64."""
+    network = copy.deepcopy(model.network).double()
+    constants = level_normalisers(network, x, t, model.ladder.levels, reference)
+    own = x[t == 0].double()
+    some = torch.linspace(0, max(len(own) - 1, 0), min(len(own), OWN)).long()
+    drawn = np.sort(energies(network, own[some.to(own.device)])) if len(own) else np.zeros(0)
+    return constants, Normalised(float(constants.value[0]), float(constants.error[0]), drawn)
+
+
+def normalise_trained(model: Model, chains: Drawn, rows: Tensor, seed: int) -> Normalised:
+    """The same of a model whose chains have travelled and whose levels are in balance: nothing is changed.
+
+    ``rows`` (n, ...) are standardised data.
+    """
+    generator = torch.Generator(model.device).manual_seed(seed + NORMALISER_SEED)
+    base: Any = model.network.base
+    reference = known_reference(base, model.ladder, rows, LOOK_DRAWS * len(chains.x), generator)
+    with exactly():
+        x, t = snapshots(model.sampler(), chains, generator, BURN_IN, SNAPSHOTS, APART)
+    return measured(model, x, t, reference)[1]
+
+
+def normalise(model: Model, chains: Drawn, dataset: Dataset, seed: int) -> Normalised:
     """Give all levels of the model mass 1, as far as chains at fixed labels tell, and then measure with moving ones.
 
     Chains go on from the persistent ones; some diffused rows are added at every level, so that none is empty.
@@ -123,13 +157,10 @@ def normalise(model: Model, chains: Drawn, dataset: Dataset, seed: int) -> LogNo
     count = (DRAWS if few else LOOK_DRAWS) * len(chains.x)
     reference = _reference(model.network, ladder, dataset, count, generator)
 
-    def measure(x: Tensor, t: Tensor) -> LogNormalisers:
-        return level_normalisers(copy.deepcopy(model.network).double(), x, t, levels, reference)
-
     x, t = snapshots(model.sampler()._replace(move=stay), start, generator, BURN_IN, 1, APART)
     constant: Any = model.network.constant
     with torch.no_grad():
-        constant += measure(x, t).value.to(constant)
+        constant += measured(model, x, t, reference)[0].value.to(constant)
     # A level's constant does not change what its points are: those above count too, and no level is without any.
     more_x, more_t = snapshots(model.sampler(), Drawn(x[-1], t[-1], 0), generator, BURN_IN, SNAPSHOTS, APART)
-    return measure(torch.cat([x, more_x]), torch.cat([t, more_t]))
+    return measured(model, torch.cat([x, more_x]), torch.cat([t, more_t]), reference)[1]

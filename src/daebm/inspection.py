@@ -12,14 +12,12 @@ from matplotlib.figure import Figure
 from scipy.stats import beta, betabinom
 
 from daebm import conformal, report
-from daebm.errors import DaebmError
 from daebm.images import contact_sheet
 from daebm.units import Floats
 
 if TYPE_CHECKING:
     from daebm.estimator import DAEBM
 
-DRAWS, VISITS = 300, 8  # samples whose energies are compared with the data's
 COLUMNS = 12  # of an example that are shown
 MASS = 0.9  # of the bands
 
@@ -88,15 +86,12 @@ def _training(detector: DAEBM) -> Figure:
 
 
 def _energies(detector: DAEBM) -> Figure:
-    """Log densities of calibration rows and of the model's own samples, both with the floor's noise: do they agree?"""
+    """Log densities of calibration rows and of the model's own draws, both with the floor's noise: do they agree?"""
     figure = Figure(figsize=(6.5, 3), layout="constrained")
     axis = figure.subplots()
-    groups = {"calibration rows": detector.noisy_}
-    try:
-        z = detector.model_.sample(DRAWS, detector.seed_, VISITS, clean=False)
-        groups["samples of the model"] = detector.log_density(detector.units_.to_user(z.astype(np.float64)))
-    except DaebmError as error:
-        axis.set_xlabel(f"no samples: {error}", fontsize=6, wrap=True)
+    groups = {"calibration rows": detector.noisy_, "draws of the model": detector.drawn_}
+    if not detector.drawn_.size:
+        axis.set_xlabel("no chain of the model was at level 0 when its constant was found", fontsize=7)
     groups = {title: kept for title, values in groups.items() if (kept := values[np.isfinite(values)]).size}
     if groups:
         everything = np.concatenate(list(groups.values()))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -89,20 +88,19 @@ class Model:
             parts = [self.network(points[i : i + rows], levels[i : i + rows]) for i in starts]
         return self._like(torch.cat(parts), x)
 
-    def profiles(self, x: Array) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """[U(x, t), log |grad U(x, t)|] of x (n, ...) at every level, (n, 2 (T + 1)), level by level."""
-        return self._said(x, lambda z: profile.profiles(self.network, self.ladder.levels, z))
+    def said(self, name: str, x: Array) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """What the network says of x (n, ...) besides its energy, (n, p).
 
-    def features(self, x: Array) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """What the energies of x (n, ...) at levels 0 and T / 2 are linear functions of, for residual networks."""
-        if not hasattr(self.network, "features"):
-            raise InputError(f"network {self.config.network!r} has no features: resnet and level-resnet have")
-        return self._said(x, lambda z: profile.features(self.network, self.ladder.top, z))
-
-    def _said(self, x: Array, of: Callable[[Tensor], np.ndarray[Any, Any]]) -> np.ndarray[Any, np.dtype[np.float64]]:
+        ``profile``: [U(x, t), log |grad U(x, t)|] level by level. ``features``: what the energies at levels 0 and T / 2
+        are linear functions of, for residual networks.
+        """
+        if name not in profile.kinds(self.network):
+            raise InputError(f"network {self.config.network!r} says no {name!r}: profile, and features of a resnet")
         points, rows = self._points(x), max(1, PROFILE_CHUNK // math.prod(self.event))
+        starts = range(0, max(len(points), 1), rows)
         with exactly():
-            return np.concatenate([of(points[i : i + rows]) for i in range(0, max(len(points), 1), rows)])
+            parts = [profile.SAID[name](self.network, self.ladder.levels, points[i : i + rows]) for i in starts]
+        return np.concatenate(parts)
 
     def sample(self, count: int, seed: int = 0, visits: int | None = None, clean: bool = True) -> np.ndarray[Any, Any]:
         """``count`` samples at t = 0, started from noise, shape (count, ...).

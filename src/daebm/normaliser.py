@@ -128,7 +128,8 @@ def known_reference(
     """
     event, dimension, top = rows.shape[1:], rows[0].numel(), ladder.top
     axes, precision, centre = base.axes.double(), base.precision[top].double(), base.centre[top].double()
-    gaussian = (torch.randn(count, dimension, generator=generator, dtype=axes.dtype) / precision + centre) @ axes.T
+    white = torch.randn(count, dimension, generator=generator, dtype=axes.dtype, device=axes.device)
+    gaussian = (white / precision + centre) @ axes.T
 
     def gaussian_log(x: Tensor) -> Tensor:
         y = (x.flatten(1) @ axes - centre) * precision
@@ -155,7 +156,7 @@ def known_reference(
 
 def all_energies(energy: Energy, x: Tensor, levels: int, reference: Reference) -> Tensor:
     """U(x, t) of every point at every level and, last, under the reference; (n, levels + 1)."""
-    rows = max(1, min(CHUNK // (levels * x[0].numel()), 1000))
+    rows = max(1, min((CHUNK << 4 if x.is_cuda else CHUNK) // (levels * x[0].numel()), 1000))
     parts = []
     for i in range(0, len(x), rows):
         here = x[i : i + rows]

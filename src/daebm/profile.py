@@ -7,6 +7,7 @@ the features of the network are what its energy is a sum of.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,11 +32,20 @@ def profiles(energy: Energy, levels: int, z: Tensor) -> Floats:
     return torch.stack(columns, 1).double().cpu().numpy()
 
 
-def features(network: Any, top: int, z: Tensor) -> Floats:
+def features(network: Any, levels: int, z: Tensor) -> Floats:
     """`ResNet.features` of standardised points at levels 0 and T / 2, one after the other, (n, 2 channels)."""
     with torch.no_grad():
-        parts = [network.features(z, torch.full((len(z),), level, device=z.device)) for level in (0, top // 2)]
+        parts = [network.features(z, torch.full((len(z),), level, device=z.device)) for level in (0, (levels - 1) // 2)]
     return torch.cat(parts, 1).double().cpu().numpy()
+
+
+SAID: dict[str, Callable[[Any, int, Tensor], Floats]] = {"features": features, "profile": profiles}
+"""What a network of so many levels says of points; scores of these names are how far that is from a `Law`."""
+
+
+def kinds(network: Any) -> list[str]:
+    """Those of `SAID` that a network can say: only residual networks have features."""
+    return [name for name in SAID if name != "features" or hasattr(network, "features")]
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,3 +71,16 @@ class Law:
         # Not a product of matrices: a row's score must not depend on the rows beside it, not even in the last digit.
         score: Floats = -np.einsum("nj,nj->n", np.einsum("ni,ij->nj", away, self.precision), away)
         return score
+
+
+def law_tensors(laws: Mapping[str, Law]) -> dict[str, Tensor]:
+    """To be saved with a model."""
+    parts = {f"law.{name}.{part}": getattr(law, part) for name, law in laws.items() for part in ("mean", "precision")}
+    return {key: torch.from_numpy(value) for key, value in parts.items()}
+
+
+def laws_in(tensors: Mapping[str, Tensor]) -> dict[str, Law]:
+    """Those that were saved with a model."""
+    array = {key: value.double().numpy() for key, value in tensors.items() if key.startswith("law.")}
+    names = [name for name in SAID if f"law.{name}.mean" in array]
+    return {name: Law(array[f"law.{name}.mean"], array[f"law.{name}.precision"]) for name in names}

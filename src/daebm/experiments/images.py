@@ -174,7 +174,7 @@ def level_measures(trained: Trained, walked: Walk) -> Summary:
     """Chains against diffused held-out images, level by level; NaN where fewer than two chains have been.
 
     The mean is that of all pixels, the variance that of a pixel averaged over pixels; the held-out ones are exact,
-    not of diffused draws. Draws of one chain are dependent: the gap's standard error adds up each chain's first.
+    not of diffused draws. Draws of one chain are dependent: standard errors add up each chain's first.
     """
     model, ladder, held = trained.model, trained.model.ladder, trained.dataset.held_out
     z = trained.dataset.standardise(held)
@@ -184,14 +184,18 @@ def level_measures(trained: Trained, walked: Walk) -> Summary:
     for level, (abar, noise) in enumerate(zip(ladder.abar.tolist(), ladder.variance.tolist(), strict=True)):
         own = t == level
         if len(torch.unique(chain[own])) < 2:
-            rows.append((math.nan,) * 4)
+            rows.append((math.nan,) * 6)
             continue
         x, u = walked.x[own.to(walked.x.device)], u_chains[own]
         u_held = energies(model, diffused(trained, held[:PER_LEVEL], level), level)
         variance = abar * clean_variance + noise
         difference = abs(float(x.mean()) - math.sqrt(abar) * clean_mean) / math.sqrt(variance)
         se = math.hypot(math.sqrt(float(u_held.var() / len(u_held))), _chain_error(u, chain[own]))
-        rows.append((difference, float(x.var(0).mean()) / variance, float(u_held.mean() - u.mean()), se))
+        brightness = x.flatten(1).mean(1).double().cpu() / math.sqrt(variance)
+        spread = (x - x.mean(0)).square().flatten(1).mean(1).double().cpu() / variance
+        errors = [_chain_error(values, chain[own]) for values in (brightness, spread)]
+        ratio, gap = float(x.var(0).mean()) / variance, float(u_held.mean() - u.mean())
+        rows.append((difference, ratio, gap, *errors, se))
     columns = [list(column) for column in zip(*rows, strict=True)]
     measures: Summary = {
         "label_share_by_level": (torch.bincount(t, minlength=ladder.levels) * ladder.levels / len(t)).tolist(),
@@ -204,7 +208,8 @@ def level_measures(trained: Trained, walked: Walk) -> Summary:
     carry = trained.config.label_move == "carry"
     edges = neighbour_acceptance(model.network, walked.x, walked.t, ladder.top, carry=carry).tolist()
     overlap = {"neighbour_acceptance": edges, "neighbour_acceptance_minimum": _range(edges)[0]}
-    return measures | ranges | overlap | {"energy_gap_se_by_level": columns[3]}
+    kinds = ("mean_difference_se_by_level", "variance_ratio_se_by_level", "energy_gap_se_by_level")
+    return measures | ranges | overlap | dict(zip(kinds, columns[3:], strict=True))
 
 
 def own_image_gap(trained: Trained) -> Summary:
