@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from sklearn.metrics import average_precision_score, roc_auc_score, roc_curve
 
-from daebm import checkpoint, cli, detection, load, sampling
+from daebm import DAEBM, checkpoint, cli, detection, load, sampling
 from daebm.detection import MEASURES, Images, separation
 from daebm.model import model_folder
 from daebm.profile import Law
@@ -145,6 +146,37 @@ def test_the_shipped_model_gives_the_stored_scores() -> None:
         stored = tensors[f"stored.{name}"].numpy()
         np.testing.assert_allclose(score(shown), stored, rtol=1e-3, err_msg=name)
     assert np.ptp(tensors["stored.energy"].numpy()) > 50  # nats: a tolerance of a thousandth of 300 is small
+
+
+def test_the_shipped_model_is_an_estimator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By its name: scores with p-values and flags, a report, and samples in grey levels."""
+    tensors, _facts = checkpoint.read(model_folder("fashion-mnist"), "model")
+    garments = tensors["stored.images"].numpy()
+    np.save(tmp_path / "images.npy", np.concatenate([garments, 255 - garments[:4]]))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("daebm.model.ANNEALED_STEPS", 1)  # pictures are not looked at here
+    for words in (
+        ["score", "fashion-mnist", "images.npy", "-o", "scores.csv"],
+        ["inspect", "fashion-mnist"],
+        ["sample", "fashion-mnist", "-n", "2", "-o", "new.npy"],
+    ):
+        monkeypatch.setattr("sys.argv", ["daebm", *words])
+        cli.main()
+    score, p, flag = np.loadtxt("scores.csv", delimiter=",", skiprows=1).T
+    np.testing.assert_allclose(score[:8], tensors["stored.features"].numpy(), rtol=1e-3)  # float32 there, float64 here
+    assert (flag == (p <= 0.01)).all() and not flag[:8].any() and flag[8:].all()
+    assert "false alarms" in capsys.readouterr().out
+    assert (tmp_path / "fashion-mnist-report.html").stat().st_size > 10_000
+    assert not (model_folder("fashion-mnist") / "report.html").exists()
+    new = np.load("new.npy")
+    assert new.shape == (2, 28, 28) and 20 < new.mean() < 160
+    detector = DAEBM.load("fashion-mnist")
+    energy = detector.log_density(garments) - tensors["stored.energy"].numpy()
+    assert np.ptp(energy) < 0.05 and not detector.concerns()  # one constant for all; energies are float32 there
+    # The model's own draws are as likely as images with the floor's noise: se of 125 draws with an sd of 120 nats.
+    assert abs(detector.drawn_.mean() - detector.noisy_.mean()) < 4 * 120 / math.sqrt(len(detector.drawn_))
 
 
 def test_chains_of_the_shipped_model_can_be_advanced() -> None:

@@ -18,9 +18,11 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 import daebm
-from daebm import DAEBM, CheckpointError, InputError, conformal, recipe
+from daebm import DAEBM, CheckpointError, Config, Dataset, InputError, checkpoint, conformal, recipe, train
 from daebm.estimator import _split
-from daebm.fitting import Watch
+from daebm.fitting import Watch, energies, normalise_trained
+from daebm.profile import Law
+from daebm.sampling import Drawn
 from daebm.units import Units
 
 pytestmark = [
@@ -263,6 +265,74 @@ def test_profile() -> None:
     np.testing.assert_array_equal(energy.set_params(score_by="profile").p_values(x), model.p_values(x))  # without a fit
     levels = model.model_.ladder.levels
     assert model.laws_["profile"].mean.shape == (2 * levels,)
+
+
+def stripes(n: int, seed: int = 0) -> np.ndarray:
+    """Images of bytes (n, 8, 8) with a bright bar somewhere."""
+    rng = np.random.default_rng(seed)
+    images = rng.integers(0, 40, (n, 8, 8))
+    for image, row in zip(images, rng.integers(1, 6, n), strict=True):
+        image[row : row + 2] += 180
+    return images.astype(np.uint8)
+
+
+RESIDUAL = QUICK | {"network": "level-resnet", "width": 8, "hidden": 1, "floor": 0.1}
+
+
+def test_features_are_a_score_of_residual_networks(tmp_path: Path) -> None:
+    x = stripes(120)
+    model = quick(score_by="features", settings=RESIDUAL).fit(x)
+    assert set(model.calibration_) == set(model.examples_) == {"energy", "features", "profile"}
+    assert (model.predict(x.transpose(0, 2, 1)[:20]) == -1).mean() > 0.8  # bars that stand
+    model.save(tmp_path)
+    again = DAEBM.load(tmp_path)
+    for kind in model.calibration_:
+        a, b = (it.set_params(score_by=kind).score_samples(x[:9]) for it in (model, again))
+        np.testing.assert_array_equal(a, b)
+
+
+def test_other_networks_have_no_features() -> None:
+    with pytest.raises(InputError, match="score_by='features' needs a residual network"):
+        quick(score_by="features").fit(clusters(80))
+    model = quick().fit(clusters(80)).set_params(score_by="features")
+    for ask in (model.predict, model.score_samples, model.p_values):
+        with pytest.raises(InputError, match="this model has the scores energy, profile, and no features"):
+            ask(clusters(4))
+
+
+def test_a_model_trained_elsewhere_becomes_an_estimator(tmp_path: Path) -> None:
+    """A model of images in [-1, 1], asked in grey levels: the same energies, densities of another volume."""
+    bytes_ = torch.from_numpy(stripes(300)[:, None])
+    data = Dataset.standardised("stripes", bytes_[:200], bytes_[200:])
+    config = Config(**RESIDUAL, batch=50, store=100, steps=3, step_size=0.5, label_move="carry")
+    state, ladder = train(config, data)
+    model = daebm.Model.from_training(config, data, state, ladder)
+    units = Units((8, 8), np.array([True]), *(np.array([127.5 * v]) for v in (1 + data.shift, data.scale)), 200)
+    chains = Drawn(state.chains.x, state.chains.t, 0)
+    found = normalise_trained(model, chains, data.standardise(data.train), 0)
+    rows = bytes_.numpy()[:, 0].astype(np.float64)
+    laws = {kind: Law.of(model.said(kind, bytes_[:200].numpy())) for kind in ("features", "profile")}
+    look = {"iteration": 30, "gap": 0.0, "gap_error": 1.0, "acceptance": 0.7, "round_trips": 2.0, "chosen": True}
+    detector = DAEBM.from_model(model, units, found, laws, rows[200:220], rows[220:], [look], fpr=0.05)
+    expected = -model.energy(bytes_[:5].numpy()) - found.value - 64 * math.log(127.5 * data.scale)
+    np.testing.assert_allclose(detector.log_density(rows[:5]), expected, rtol=1e-5)
+    np.testing.assert_array_equal(detector.log_density(rows[:5]), detector.log_density(bytes_[:5, 0]))
+    drawn = -energies(model.network, chains.x[chains.t == 0]) - found.value - units.log_stretch
+    assert np.isfinite(detector.drawn_).all() and abs(detector.drawn_.mean() - drawn.mean()) < 64  # a nat a pixel
+    assert abs(detector.sample(20).mean() - rows.mean()) < 40  # grey levels, not units of [-1, 1]
+    detector.save(tmp_path, {"mine": torch.ones(2)})
+    again = DAEBM.load(tmp_path)
+    np.testing.assert_array_equal(again.p_values(rows[:5]), detector.p_values(rows[:5]))
+    np.testing.assert_array_equal(daebm.load(tmp_path).energy(bytes_[:5].numpy()), model.energy(bytes_[:5].numpy()))
+
+
+def test_a_file_of_another_version_is_said(tmp_path: Path) -> None:
+    quick().fit(clusters(80)).save(tmp_path)
+    tensors, facts = checkpoint.read(tmp_path, "model")
+    del tensors["estimator.noisy"], facts["format"]
+    checkpoint.write(tmp_path, "model", tensors, facts)
+    with pytest.raises(CheckpointError, match="another version of daebm"):
+        DAEBM.load(tmp_path)
 
 
 def test_score_is_a_method_and_a_parameter_has_another_name() -> None:
