@@ -50,11 +50,14 @@ def test_commands_for_own_data_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_commands_for_the_shipped_model_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On few images, and without the ones that may not be at hand."""
     monkeypatch.chdir(tmp_path)
-    sample, ood = (
-        line for line in README.splitlines() if re.match(r"daebm (sample|ood) (--model )?fashion-mnist", line)
-    )
+    lines = [line for line in README.splitlines() if re.match(r"daebm \w+ (--model )?fashion-mnist", line)]
+    sample, score, inspect, ood = lines
     assert call(*shlex.split(sample, comments=True)[1:], "-n", "2") == 0
     assert (tmp_path / "garments.png").stat().st_size > 1000
+    np.save("images.npy", np.random.default_rng(0).integers(256, size=(3, 28, 28)).astype(np.uint8))
+    for line in (score, inspect):
+        assert call(*shlex.split(line, comments=True)[1:]) == 0
+    assert [row[-1] for row in (tmp_path / "scores.csv").read_text().splitlines()[1:]] == ["1"] * 3  # noise is flagged
     data = ROOT.parent / "shared" / "data"
     if data.is_dir():
         assert call(*shlex.split(ood, comments=True)[1:], "--images", "20", "--data-dir", str(data)) == 0

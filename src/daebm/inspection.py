@@ -72,15 +72,18 @@ def _training(detector: DAEBM) -> Figure:
     figure = Figure(figsize=(11, 2.8), layout="constrained")
     x = [look["iteration"] for look in detector.history_]
     kept = next(look["iteration"] for look in detector.history_ if look["chosen"])
-    for axis, key, title in zip(
-        figure.subplots(1, 4),
-        ("log_density", "gap", "acceptance", "round_trips"),
-        ("held-out log density (model's units)", "own rows likelier by, nats", "acceptance", "round trips of a chain"),
-        strict=True,
-    ):
-        axis.plot(x, [look.get(key, math.nan) for look in detector.history_], marker="o", markersize=3, linewidth=0.8)
+    titles = {
+        "log_density": "held-out log density (model's units)",
+        "gap": "own rows likelier by, nats",
+        "acceptance": "acceptance",
+        "round_trips": "round trips of a chain",
+    }
+    seen = {key: [look.get(key, math.nan) for look in detector.history_] for key in titles}
+    known = [key for key, values in seen.items() if np.isfinite(values).any()]
+    for axis, key in zip(figure.subplots(1, len(known), squeeze=False)[0] if known else (), known, strict=True):
+        axis.plot(x, seen[key], marker="o", markersize=3, linewidth=0.8)
+        axis.set_title(titles[key], fontsize=9)
         axis.axvline(kept, color="0.6", linewidth=0.8, linestyle=":")
-        axis.set_title(title, fontsize=9)
         axis.set_xlabel("iteration (dotted: kept)", fontsize=8)
     return figure
 

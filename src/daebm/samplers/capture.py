@@ -13,12 +13,19 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+COMPILATIONS = 64  # of one function
 
 
 def compiled(function: Function) -> Function:
-    """``function`` compiled. A stop watch must not choose kernels that round differently: runs continue bit for bit."""
-    from torch._inductor import config  # here, because it takes a second
+    """``function`` compiled. A stop watch must not choose kernels that round differently: runs continue bit for bit.
 
+    The same steps serve energies of other shapes and precisions, each a compilation of its own. After eight of them
+    PyTorch would go on uncompiled, and say so in a log alone.
+    """
+    from torch._dynamo import config as dynamo  # here, because they take a second
+    from torch._inductor import config
+
+    dynamo.recompile_limit = max(dynamo.recompile_limit, COMPILATIONS)
     options: dict[str, Any] = {"deterministic": True} if hasattr(config, "deterministic") else {}
     return cast(Function, torch.compile(function, dynamic=False, options=options))
 
