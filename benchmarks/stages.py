@@ -17,7 +17,7 @@ from torch import Tensor
 
 from daebm.config import resolve
 from daebm.denoising import denoising_loss, draw_labelled, label_loss
-from daebm.experiments.images import PRESETS, dataset
+from daebm.experiments import experiment
 from daebm.ladder import per_chain
 from daebm.samplers import langevin, mgms
 from daebm.spacing import neighbour_acceptance
@@ -150,8 +150,8 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=5000, help="held-out images that are looked at")
     args = parser.parse_args()
     overrides = dict(setting.split("=", 1) for setting in args.settings)
-    config = resolve(args.experiment, PRESETS, "da", args.preset, args.seed, overrides)
-    setup = begin(config, dataset(args.experiment, config))
+    config = resolve(args.experiment, experiment(args.experiment).presets, "da", args.preset, args.seed, overrides)
+    setup = begin(config, experiment(args.experiment).dataset(config))
     looks, state, start = Looks(setup, args.images), setup.state, time.perf_counter()
     weights = sum(weight.numel() for weight in state.network.parameters())
     print(json.dumps({"levels": setup.ladder.levels, "weights": weights, "settings": config.to_json()}), flush=True)

@@ -58,7 +58,7 @@ def synthetic(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def config(method: str = "da", preset: str = "quick", **overrides: Any) -> Config:
     changed = {key: str(value) for key, value in overrides.items()}
-    return resolve("fashion-mnist", images.PRESETS, method, preset, 0, changed)
+    return resolve("fashion-mnist", images.FASHION_MNIST.presets, method, preset, 0, changed)
 
 
 @pytest.mark.usefixtures("synthetic")

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 BALANCED = 8192  # at most so many chains are looked at
 # Edges know the masses of neighbours well, but what they err adds up over a long ladder to a drift of two nats, which
 # only the number of chains shows: levels around which there are twice as many as should be are raised by so many nats.
-HISTOGRAM_NATS, HISTOGRAM_WINDOW = 3.0, 10  # the number around a level: in a tenth of the ladder to each side of it
+# The number around a level is that in a share of the ladder to each side of it: a tenth, which few chains know well,
+# and a fortieth, for the lowest levels keep chains for longer than those next to them.
+HISTOGRAM = ((10, 3.0), (40, 1.0))  # levels over the window, nats
 SETTLE_CHAINS = 32  # per level
 SETTLE_ROUNDS, SETTLE_STEPS = 20, 10  # an adaptation of steps and gains each; the second half is measured
 GAIN_SHARE = 1.5  # of half a Newton step, a round
@@ -35,12 +37,14 @@ def balance_levels(setup: Setup, x: Tensor, t: Tensor, share: float = 1.0) -> No
     carry = setup.config.label_move == "carry"
     ratio, _acceptance = level_balance(setup.state.network, x[:BALANCED], t[:BALANCED], setup.ladder.top, carry=carry)
     levels = torch.arange(len(constant), device=t.device)
-    around = ((levels - levels.unsqueeze(1)).abs() <= len(levels) // HISTOGRAM_WINDOW).to(constant)
-    count = torch.bincount(t, minlength=len(levels)).to(constant)
-    excess = (around @ count) / around.sum(1) * (len(levels) / len(t)) - 1
+    distance = (levels - levels.unsqueeze(1)).abs()
+    count = torch.bincount(t, minlength=len(levels)).to(constant) * (len(levels) / len(t))  # 1 each, if all is well
     with torch.no_grad():  # mass e^(ratio) too much is energy too low
         constant[1:] += share * ratio.cumsum(0).to(constant)
-        constant += share * HISTOGRAM_NATS * (excess - excess[0])
+        for part, nats in HISTOGRAM:
+            around = (distance <= len(levels) // part).to(constant)
+            excess = (around @ count) / around.sum(1)
+            constant += share * nats * (excess - excess[0])
 
 
 def settle(setup: Setup) -> None:
