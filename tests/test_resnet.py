@@ -160,6 +160,25 @@ def test_patches_keep_the_order_of_their_pixels() -> None:
         assert float((network(exchanged, t) - network(x, t)).abs().min()) > 1e-3
 
 
+def test_what_lies_beyond_the_range_of_pixels_costs_its_square() -> None:
+    """In units of the noise, from five of its sds on; nothing within, at any level, by every way to ask."""
+    network, ladder, data = level_network()
+    network = network.double()
+    with torch.no_grad():  # else the Gaussian's own square is in it
+        network.log_gain.fill_(-40.0)
+    for level in (0, LEVELS - 1):
+        sd, root = math.sqrt(float(ladder.variance[level])), math.sqrt(float(ladder.abar[level]))
+        low, high = root * float(data.min()) - 5 * sd, root * float(data.max()) + 5 * sd
+        x = torch.zeros(4, 1, 8, 8, dtype=torch.float64)
+        x[1, 0, 2, 3], x[2, 0, 2, 3], x[3, 0, 0, 0], x[3, 0, 7, 7] = high - 1e-3, high + 2 * sd, high + sd, low - sd
+        t = torch.full((4,), level)
+        expected = torch.tensor([0.0, 0.0, 2.0, 1.0], dtype=torch.float64)
+        for u in (network(x, t), network.at(t)(x), network.of_labels(x, t[:, None])[:, 0]):
+            torch.testing.assert_close(u - u[0], expected, rtol=0, atol=1e-4)
+        plain = network.ungained(x, t) - network.parts(x, t).sum(1)
+        torch.testing.assert_close(plain - plain[0], expected, rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", ["resnet", "level-resnet"])
 def test_a_config_names_the_patch(name: str) -> None:
     """784 pixels of 28 x 28 are 196 patches of 2, padded to 16 x 16: a quarter of the first map."""

@@ -16,6 +16,7 @@ from daebm.ladder import Ladder
 from daebm.networks import DiffusedGaussian
 
 MULTIPLIERS = (1, 2, 2, 2)  # channels at full, half, quarter and eighth resolution, in units of the width
+REACH = 5.0  # sds of the noise by which a pixel may lie beyond those of the data
 KNOTS = 8  # between which the gains of the levels are linear
 LABEL_VALUES = 1 << 27  # values of one feature map in a label draw: bounds memory to some GiB
 
@@ -162,18 +163,23 @@ def _own(t: Tensor, levels: int) -> Tensor:
 class LevelResNet(nn.Module):
     """Ours for images: the data's own diffused Gaussian at every level, corrected by the paper's network.
 
-    U(x, t) = a_t g(x, t) + (1 - a_t) d/2 + (b_t f(x, t) + (1 - b_t) f_t) / sqrt(v_t) + 1/2 log det C_t + c_t
+    U(x, t) = a_t g(x, t) + (1 - a_t) d/2 + (b_t f(x, t) + (1 - b_t) f_t) / sqrt(v_t) + 1/2 log det C_t + c_t + o(x, t)
 
     with g(x, t) = 1/2 |C_t^(-1/2) (x - m_t)|^2. The correction f starts at zero, so that the model begins as a
     normalised density whose labels mix, and weighs most where the noise is least, as the slope of the true energy does.
     The gains a_t and b_t start at 1. They are smooth in t: two numbers at each of a few knots, which a few hundred
     chains know well. d/2 and f_t are the means of what they multiply, so that a gain that changes hardly changes the
     mass of its level.
+
+    Pixels have a least and a largest value, and noise hardly takes them five of its sds further: o(x, t) is half the
+    square of what lies beyond that, in units of the noise. Out there the network has learned nothing, and runs of
+    50,000 steps would find where it happens to be low.
     """
 
     scale: Tensor
     blend: Tensor
     mean: Tensor
+    reach: Tensor
 
     def __init__(self, data: Tensor, ladder: Ladder, width: int = 128, depth: int = 1, patch: int = 1) -> None:
         super().__init__()
@@ -188,17 +194,28 @@ class LevelResNet(nn.Module):
         self.register_buffer("blend", (1 - distance).clamp(min=0))  # linear between knots
         self.log_gain = nn.Parameter(torch.zeros(len(knots), 2))
         self.register_buffer("mean", torch.zeros(ladder.levels))  # f_t
+        ends = torch.stack([data.min(), data.max()]).double().cpu()
+        beyond = REACH * self.base.noise.sqrt().unsqueeze(1) * torch.tensor([-1.0, 1.0])
+        self.register_buffer("reach", (ladder.abar.sqrt().unsqueeze(1) * ends + beyond).float())  # (T + 1, 2)
 
     def forward(self, x: Tensor, t: Tensor) -> Tensor:
         return self.at(t)(x)
 
     def at(self, t: Tensor) -> Callable[[Tensor], Tensor]:
         inner, (a, b, c) = self.inner.at(t), self._of_level(t)
-        return lambda x: a * self.base.half_square(x, t) + b * inner(x) + c
+        return lambda x: a * self.base.half_square(x, t) + b * inner(x) + c + self.outside(x, t.unsqueeze(1)).squeeze(1)
+
+    def outside(self, x: Tensor, labels: Tensor) -> Tensor:
+        """o(x, t) of x at each of its labels, (n, b)."""
+        low, high = self.reach[labels].unsqueeze(2).unbind(-1)  # (n, b, 1)
+        flat = x.flatten(1).unsqueeze(1)
+        beyond = (flat - high).clamp(min=0) + (low - flat).clamp(min=0)
+        return (beyond * self.scale[labels].unsqueeze(2)).square().sum(2) / 2
 
     def ungained(self, x: Tensor, t: Tensor) -> Tensor:
         """U with a_t = b_t = 1."""
-        return self.parts(x, t).sum(1) + self.base.half_log_det[t] + self.constant[t]
+        outside = self.outside(x, t.unsqueeze(1)).squeeze(1)
+        return self.parts(x, t).sum(1) + self.base.half_log_det[t] + self.constant[t] + outside
 
     def parts(self, x: Tensor, t: Tensor) -> Tensor:
         """What the gains multiply: g and f / sqrt(v_t), (n, 2)."""
@@ -212,7 +229,8 @@ class LevelResNet(nn.Module):
 
     def of_labels(self, x: Tensor, labels: Tensor) -> Tensor:
         a, b, c = self._of_level(labels)
-        return a * self.base.half_squares(x, labels) + b * self.inner.of_labels(x, labels) + c
+        inner = b * self.inner.of_labels(x, labels)
+        return a * self.base.half_squares(x, labels) + inner + c + self.outside(x, labels)
 
     def _of_level(self, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """a_t, b_t / sqrt(v_t), and all that does not depend on x."""
