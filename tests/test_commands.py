@@ -465,13 +465,16 @@ def test_bad_arrays(cli: Cli, model: Path, tmp_path: Path, name: str, array: Any
         (["fit", "no.csv", "--out", "m"], "there is no no.csv"),
         (["fit", "empty", "--out", "m"], "empty holds no .png"),
         (["fit", "x.csv", "--out", "m", "--budget", "huge"], "budget must be one of small"),
-        (["fit", "x.csv", "--out", "m", "--score-by", "p"], "score_by must be one of"),
+        (["fit", "x.csv", "--out", "m", "--score-by", "p"], "--score-by of fit is energy or profile, got p"),
         (["fit", "x.csv", "--out", "m", "--fpr", "2"], "fpr must be a false-alarm rate"),
         (["fit", "x.csv", "--out", "m", "--floor", "2"], "floor must be 'auto' or a noise sd from 0 up to 0.9"),
         (["fit", "x.csv", "--out", "m", "--seed", "-1"], "--seed must lie in 0.."),
         (["fit", "x.csv", "--out", "m", "--size", "3"], "--size is for folders"),
         (["score", "nowhere", "x.csv", "-o", "s.csv"], "nowhere"),
         (["score", "empty", "x.csv", "-o", "s.csv"], "empty holds no estimator"),
+        (["score", "nope", "x.csv", "-o", "s.csv"], "there is no folder nope: name a folder that"),
+        (["sample", "nope", "-o", "s.npy"], "there is no folder nope: name the --out folder"),
+        (["fit", "x.csv", "--out", "m", "--score-by", "features"], "--score-by of fit is energy or profile"),
         (["score", "model", "x.csv", "-o", "s.csv", "--fpr", "0.001"], "needs at least 999 calibration points"),
         (["score", "model", "two.csv", "-o", "s.csv"], "two.csv has rows of shape (2,), and the model (3,)"),
         (["sample", "model", "-n", "0", "-o", "s.npy"], "-n must be at least 1"),
@@ -488,6 +491,13 @@ def test_bad_words(cli: Cli, model: Path, tmp_path: Path, words: list[str], said
     before = tree(tmp_path)
     assert_one_sentence(cli(*words), said)
     assert tree(tmp_path) == before
+
+
+def test_a_score_that_the_model_has_not_is_said(cli: Cli, model: Path, tmp_path: Path) -> None:
+    write_csv(tmp_path / "x.csv", rows())
+    DAEBM.load(model).set_params(score_by="features").save(tmp_path / "m")
+    for words in (["score", "m", "x.csv", "-o", "s.csv"], ["inspect", "m"]):
+        assert_one_sentence(cli(*words), "this model has the scores energy, profile, and no features")
 
 
 def test_a_damaged_model_is_said(cli: Cli, model: Path, tmp_path: Path) -> None:

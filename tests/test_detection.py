@@ -14,7 +14,7 @@ from sklearn.metrics import average_precision_score, roc_auc_score, roc_curve
 
 from daebm import DAEBM, checkpoint, cli, detection, load, sampling
 from daebm.detection import MEASURES, Images, separation
-from daebm.model import model_folder
+from daebm.model import Model, model_folder
 from daebm.profile import Law
 
 DATA = Path(os.environ.get("DAEBM_DATA") or Path(__file__).parents[2] / "shared" / "data")
@@ -155,10 +155,13 @@ def test_the_shipped_model_is_an_estimator(
     tensors, _facts = checkpoint.read(model_folder("fashion-mnist"), "model")
     garments = tensors["stored.images"].numpy()
     np.save(tmp_path / "images.npy", np.concatenate([garments, 255 - garments[:4]]))
+    np.save(tmp_path / "channels.npy", garments[:2, None] / 255)
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "fashion-mnist").mkdir()  # an empty folder hides nothing
     monkeypatch.setattr("daebm.model.ANNEALED_STEPS", 1)  # pictures are not looked at here
     for words in (
         ["score", "fashion-mnist", "images.npy", "-o", "scores.csv"],
+        ["score", "fashion-mnist", "channels.npy", "-o", "other.csv"],
         ["inspect", "fashion-mnist"],
         ["sample", "fashion-mnist", "-n", "2", "-o", "new.npy"],
     ):
@@ -167,7 +170,14 @@ def test_the_shipped_model_is_an_estimator(
     score, p, flag = np.loadtxt("scores.csv", delimiter=",", skiprows=1).T
     np.testing.assert_allclose(score[:8], tensors["stored.features"].numpy(), rtol=1e-3)  # float32 there, float64 here
     assert (flag == (p <= 0.01)).all() and not flag[:8].any() and flag[8:].all()
-    assert "false alarms" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "false alarms" in said.out and said.err.count("note: values of channels.npy lie in 0..1") == 1
+    assert np.loadtxt("other.csv", delimiter=",", skiprows=1)[:, 2].all()  # other units: all are strange
+    monkeypatch.setattr(Model, "sample", None)
+    monkeypatch.setattr("sys.argv", ["daebm", "sample", "fashion-mnist", "-o", "new.csv"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert "go to .png or .npy" in capsys.readouterr().err
     assert (tmp_path / "fashion-mnist-report.html").stat().st_size > 10_000
     assert not (model_folder("fashion-mnist") / "report.html").exists()
     new = np.load("new.npy")

@@ -292,8 +292,9 @@ def test_features_are_a_score_of_residual_networks(tmp_path: Path) -> None:
 
 
 def test_other_networks_have_no_features() -> None:
-    with pytest.raises(InputError, match="score_by='features' needs a residual network"):
-        quick(score_by="features").fit(clusters(80))
+    for x, words in ((clusters(80), "take energy or profile for a table"), (stripes(80), "settings=")):
+        with pytest.raises(InputError, match=f"score_by='features' needs a residual network, for images: {words}"):
+            quick(score_by="features").fit(x)
     model = quick().fit(clusters(80)).set_params(score_by="features")
     for ask in (model.predict, model.score_samples, model.p_values):
         with pytest.raises(InputError, match="this model has the scores energy, profile, and no features"):
@@ -333,6 +334,20 @@ def test_a_file_of_another_version_is_said(tmp_path: Path) -> None:
     checkpoint.write(tmp_path, "model", tensors, facts)
     with pytest.raises(CheckpointError, match="another version of daebm"):
         DAEBM.load(tmp_path)
+    for change in ({"parameters": facts["estimator"]["parameters"] | {"depth": 2}}, {"event": None}):
+        checkpoint.write(tmp_path, "model", tensors, facts | {"estimator": facts["estimator"] | change})
+        with pytest.raises(CheckpointError, match="another version of daebm"):
+            DAEBM.load(tmp_path)
+
+
+@pytest.mark.parametrize("grey", [(8, 8), (1, 8, 8)])
+def test_a_channel_more_or_less_is_the_same_grey_image(grey: tuple[int, ...]) -> None:
+    x = stripes(60).reshape(60, *grey)
+    model = quick(floor=0.1).fit(x)
+    np.testing.assert_array_equal(model.log_density(x.reshape(60, 8, 8)), model.log_density(x.reshape(60, 1, 8, 8)))
+    for other in (x.reshape(60, 64), x.reshape(30, 2, 8, 8), x.reshape(60, 4, 16)):
+        with pytest.raises(InputError, match="as in fit"):
+            model.log_density(other)
 
 
 def test_score_is_a_method_and_a_parameter_has_another_name() -> None:

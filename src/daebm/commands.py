@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from daebm.estimator import DAEBM
 
 REPORT = "report.html"
+FITTED = ("energy", "profile")  # scores of what `daebm fit` trains
+OTHER_UNITS = 20  # times narrower than the data of the model are data in other units
 LEAST_ROWS = 4  # two to train on, one to watch by and one to calibrate on
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 ModelName = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
@@ -48,7 +50,7 @@ class Fit:
     budget: str = "medium"
     """small, medium or large: how long to train."""
     score_by: str = "energy"
-    """energy (the log density), profile (energies and slopes at all noise levels) or features (residual networks)."""
+    """energy (the log density) or profile (energies and slopes at all noise levels)."""
     floor: float | None = None
     """Noise that is added to the data at the lowest level, in sds; chosen from the data when not given."""
     columns: Columns = field(default_factory=list)
@@ -64,6 +66,8 @@ class Fit:
         from daebm.estimator import DAEBM
 
         _check_seed(self.seed)
+        if self.score_by not in FITTED:
+            raise InputError(f"--score-by of fit is {' or '.join(FITTED)}, got {self.score_by}")
         with _model_folder(self.out, self.overwrite):
             data = tables.open_data(self.data, self.columns, self.size)
             x = tables.whole(data)
@@ -97,13 +101,14 @@ class Score:
     model: ModelName
     """Folder that `daebm fit` has written, or fashion-mnist, which comes with this package."""
     data: DataPath
-    """Like the data of `daebm fit`; columns of a csv file with a header are found by their names."""
+    """Like the data of `daebm fit`; columns of a csv file with a header are found by their names. For fashion-mnist:
+    (n, 28, 28) or pictures of that size, grey levels from 0 to 255."""
     out: Out
     """The csv file to write."""
     fpr: float | None = None
     """Another false-alarm rate than in fit."""
     score_by: str | None = None
-    """Another score than in fit: energy, profile, or features for a residual network."""
+    """Another score than the model's own (`daebm inspect` names it): energy, profile, or features if it has them."""
     columns: Columns = field(default_factory=list)
     """Columns of a csv file without a header to take, by number from 1, as in fit."""
     size: Size = None
@@ -124,6 +129,8 @@ class Score:
         with checkpoint.replacing(self.out) as file:
             file.write(b"file,score,p_value,flag\n" if self.data.is_dir() else b"score,p_value,flag\n")
             for batch in data.batches:
+                if not rows:
+                    _note_other_units(detector, self.data, batch.x)
                 flags, lines = _judged(detector, self.data, batch)
                 file.write(lines)
                 rows, flagged = rows + len(flags), flagged + int(flags.sum())
@@ -164,8 +171,11 @@ class Sample:
         try:
             detector = DAEBM.load(self.model)
         except NoEstimatorError:  # a bare model, if any: of images in [-1, 1]
-            x, seen = load(self.model).sample(self.count, self.seed or 0), np.array([-1.0, 1.0])
+            model = load(self.model)
+            _check_format(self.out, model.event)
+            x, seen = model.sample(self.count, self.seed or 0), np.array([-1.0, 1.0])
         else:
+            _check_format(self.out, detector.units_.event)
             x, seen = detector.sample(self.count, self.seed), detector.examples_["energy"]
             names = [str(name) for name in getattr(detector, "feature_names_in_", [])]
         checkpoint.write_atomically(self.out, _encoded(self.out, x, names, seen))
@@ -187,7 +197,7 @@ class Inspect:
         from daebm import inspection
 
         detector = _detector(self.model)
-        own = Path(self.model).exists()  # what comes with the package stays as it is
+        own = model_folder(self.model) == Path(self.model)  # what comes with the package stays as it is
         out = self.out or (Path(self.model) / REPORT if own else Path(f"{self.model}-{REPORT}"))
         _check_file(out, (".html",), self.overwrite)
         with _names_known():
@@ -274,17 +284,28 @@ def _names_known() -> Iterator[None]:
 
 def _judged(detector: DAEBM, path: Path, batch: tables.Batch) -> tuple[np.ndarray[Any, Any], bytes]:
     """Flags of a batch, and its lines of the csv file."""
-    event = detector.units_.event
-    if batch.x.shape[1:] != event:
+    event, x = detector.units_.event, detector.units_.shaped(batch.x)
+    if x.shape[1:] != event:
         what = f"{path} has rows of shape {batch.x.shape[1:]}, and the model {event}"
         raise InputError(f"{what}: give what fit had{' (--size)' if batch.files else ''}")
     with _names_known():
-        scores = detector.score_samples(batch.x)
+        scores = detector.score_samples(x)
     flags = scores < detector.offset_
     p = conformal.p_values(detector.calibration_[detector.score_by], scores)
     columns: list[Any] = [batch.files] if batch.files else []
     columns += [scores.tolist(), p.tolist(), flags.astype(int).tolist()]
     return flags, _csv(zip(*columns, strict=True))
+
+
+def _note_other_units(detector: DAEBM, path: Path, x: Floats) -> None:
+    """Images in [0, 1] are all outliers to a model of grey levels, and nothing but this would say why."""
+    seen = detector.examples_["energy"]
+    if not detector.units_.table and x.size and np.ptp(x) * OTHER_UNITS < np.ptp(seen):
+        print(
+            f"daebm: note: values of {path} lie in {x.min():g}..{x.max():g}, and those that the model was fitted on in "
+            f"{seen.min():g}..{seen.max():g}: give both in the same units",
+            file=sys.stderr,
+        )
 
 
 def _csv(rows: Iterable[Sequence[Any]]) -> bytes:
@@ -295,14 +316,16 @@ def _csv(rows: Iterable[Sequence[Any]]) -> bytes:
 
 def _encoded(path: Path, x: Floats, names: list[str], seen: Floats) -> bytes:
     """Samples in the format that the name of a file asks for."""
-    kind, table = path.suffix.lower(), x.ndim == 2
+    kind = path.suffix.lower()
     if kind == ".npy":
         buffer = io.BytesIO()
         np.save(buffer, x)
         return buffer.getvalue()
-    if kind == ".csv" and table:
-        return _csv([*([names] if names else []), *x.tolist()])
-    if kind == ".png" and not table:
-        return contact_sheet(x, seen)
-    other = ".csv or .npy" if table else ".png or .npy"
-    raise InputError(f"{path}: samples of shape {tuple(x.shape[1:])} go to {other}: choose another --out")
+    return contact_sheet(x, seen) if kind == ".png" else _csv([*([names] if names else []), *x.tolist()])
+
+
+def _check_format(path: Path, event: tuple[int, ...]) -> None:
+    """Said before minutes of sampling."""
+    fitting = ".csv" if len(event) == 1 else ".png"
+    if path.suffix.lower() not in (fitting, ".npy"):
+        raise InputError(f"{path}: samples of shape {event} go to {fitting} or .npy: choose another --out")

@@ -26,7 +26,7 @@ from daebm import checkpoint, conformal, recipe
 from daebm.data import Dataset
 from daebm.errors import CheckpointError, InputError
 from daebm.fitting import LARGEST_VALIDATION, Normalised, Watch, energies, normalise
-from daebm.model import Model, assembled, model_folder
+from daebm.model import SHIPPED, Model, assembled, model_folder
 from daebm.profile import SAID, Law, kinds, law_tensors, laws_in
 from daebm.training import train
 from daebm.units import Floats, Units
@@ -138,9 +138,8 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
         z, held = (torch.from_numpy(units.to_model(x[part])).float() for part in (rows.train, rows.validation))
         config = recipe.choose(z, self.budget, self.floor, seed, self.settings)
         if self.score_by == "features" and "resnet" not in config.network:
-            raise InputError(
-                "score_by='features' needs a residual network, for images: settings={'network': 'level-resnet'}"
-            )
+            how = "settings={'network': 'level-resnet'}" if not units.table else "take energy or profile for a table"
+            raise InputError(f"score_by='features' needs a residual network, for images: {how}")
         dataset = Dataset("X", z, held)
         watch = Watch(config, dataset, self.verbose)
         state, ladder = train(config, dataset, report=watch.note, stop=watch)
@@ -169,8 +168,10 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
     ) -> DAEBM:
         """An estimator of a model that was trained elsewhere, calibrated on rows that it has not seen.
 
-        ``found`` is what `daebm.fitting.normalise_trained` tells, ``history`` what `history_` is, and ``parameters``
-        are those of the constructor.
+        ``units`` say how rows of the user's are to be standardised, ``laws`` (`daebm.profile.Law.of`) what the network
+        says of training rows, ``found`` is what `daebm.fitting.normalise_trained` tells. ``history`` is one dictionary
+        at least, as in `history_`: iteration, gap, gap_error, acceptance, round_trips, chosen. ``parameters`` are those
+        of the constructor.
         """
         self = cls(**parameters)
         self.history_, self.n_iter_, self.seed_ = history, history[-1]["iteration"], model.config.seed
@@ -205,7 +206,7 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
     def score_samples(self, X: Any) -> Floats:
         """Larger is more normal: the log density, or minus a squared distance, as ``score_by`` says."""
         check_is_fitted(self)
-        return self._scores(self._validated(X), self._kind())
+        return self._scores(self._validated(X), self.kind)
 
     def score(self, X: Any, y: Any = None) -> float:
         """The mean log density of X, whatever ``score_by``; `GaussianMixture.score` is a mean too."""
@@ -219,7 +220,8 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
         scores = self.score_samples(X)
         return conformal.p_values(self.calibration_[self.score_by], scores)
 
-    def _kind(self) -> str:
+    @property
+    def kind(self) -> str:
         """``score_by``, if this model has it."""
         if _kind(self.score_by) not in self.calibration_:
             raise InputError(f"this model has the scores {', '.join(self.calibration_)}, and no {self.score_by}")
@@ -229,7 +231,7 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
     def offset_(self) -> float:
         """The score under which a row is flagged."""
         check_is_fitted(self)
-        return conformal.threshold(self.calibration_[self._kind()], self.fpr)
+        return conformal.threshold(self.calibration_[self.kind], self.fpr)
 
     def decision_function(self, X: Any) -> Floats:
         """`score_samples` minus `offset_`; negative is flagged."""
@@ -318,16 +320,17 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
         """The estimator that `save` wrote, without its training state, or one that comes with this package, by name."""
         folder = model_folder(folder)
         if not checkpoint.exists(folder, "model"):
-            raise NoEstimatorError(f"{folder} holds no estimator: name a folder that `daebm fit` or DAEBM.save wrote")
+            what = f"{folder} holds no estimator" if folder.exists() else f"there is no folder {folder}"
+            names = " or ".join(("a folder that `daebm fit` or DAEBM.save wrote", *SHIPPED))
+            raise NoEstimatorError(f"{what}: name {names}")
         tensors, everything = checkpoint.read(folder, "model")
         if "estimator" not in everything:
             raise NoEstimatorError(f"{folder} holds a model but no estimator: read it with daebm.load")
         try:
             return cls._assembled(folder, tensors, everything)
-        except KeyError as error:
-            raise CheckpointError(
-                f"{folder} was written by another version of daebm ({error} is missing): fit again"
-            ) from error
+        except (KeyError, TypeError, InputError) as error:
+            reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+            raise CheckpointError(f"{folder} was written by another version of daebm ({reason}): fit again") from error
 
     @classmethod
     def _assembled(cls, folder: Path, tensors: dict[str, Tensor], everything: dict[str, Any]) -> DAEBM:
@@ -376,6 +379,7 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
         )
         if x[0].size == 0:
             raise InputError(f"X must hold numbers, got shape {x.shape}")
+        x = x if reset else self.units_.shaped(x)
         if not reset and x.shape[1:] != self.units_.event:
             shape = ", ".join(map(str, self.units_.event))
             raise InputError(f"X must have shape (n, {shape}), as in fit, got {x.shape}")

@@ -28,6 +28,7 @@ def facts(detector: DAEBM) -> list[tuple[str, str]]:
     calibration = detector.calibration_["energy"]
     return [
         ("a row is", " x ".join(map(str, detector.units_.event)) + " numbers"),
+        ("scored by", detector.score_by),
         ("columns left out, constant", str(int((~detector.units_.varies).sum()))),
         ("iterations", f"{detector.n_iter_} of {detector.config_.iterations}, kept {chosen['iteration']}"),
         ("noise floor, in sds", report.show(detector.floor_)),
@@ -79,7 +80,7 @@ def _training(detector: DAEBM) -> Figure:
         "round_trips": "round trips of a chain",
     }
     seen = {key: [look.get(key, math.nan) for look in detector.history_] for key in titles}
-    known = [key for key, values in seen.items() if np.isfinite(values).any()]
+    known = [key for key, values in seen.items() if np.isfinite(values).sum() > (len(x) > 1)]  # one dot is no curve
     for axis, key in zip(figure.subplots(1, len(known), squeeze=False)[0] if known else (), known, strict=True):
         axis.plot(x, seen[key], marker="o", markersize=3, linewidth=0.8)
         axis.set_title(titles[key], fontsize=9)
@@ -101,7 +102,8 @@ def _energies(detector: DAEBM) -> Figure:
         lowest = np.quantile(everything, 0.01)  # one row at -1e9 would make all others one bar
         edges = np.histogram_bin_edges(everything[everything >= lowest], 25).tolist()
         for title, values in groups.items():
-            axis.hist(np.clip(values, edges[0], None), edges, density=True, alpha=0.5, label=title)
+            label = f"{len(values)} {title}"
+            axis.hist(np.clip(values, edges[0], None), edges, density=True, alpha=0.5, label=label)
         axis.legend(fontsize=8)
     noise = ", with the noise floor" if detector.floor_ else ""
     axis.set_title(f"log density{noise}, nats (the first bar is that or less)", fontsize=9)
@@ -110,7 +112,7 @@ def _energies(detector: DAEBM) -> Figure:
 
 def _calibration(detector: DAEBM) -> Figure:
     """The share of held-out rows that is flagged at every rate, with the band in which chance alone leaves it."""
-    kind = detector.score_by
+    kind = detector.kind
     calibration, held = detector.calibration_[kind], detector.validation_[kind]
     n, m = len(calibration), len(held)
     ranks = np.unique(np.linspace(1, n, min(n, 200)).round().astype(int))
@@ -131,7 +133,7 @@ def _calibration(detector: DAEBM) -> Figure:
 
 
 def _examples(detector: DAEBM) -> str:
-    kind = detector.score_by
+    kind = detector.kind
     rows, scores = detector.examples_[kind], detector.calibration_[kind]
     half = (len(rows) + 1) // 2
     parts = {

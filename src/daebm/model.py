@@ -253,9 +253,9 @@ class Model:
 
 
 def model_folder(name: str | Path) -> Path:
-    """Where a model lies: the folder called ``name``, or one that comes with this package."""
+    """Where a model lies: the folder called ``name`` if it holds one, or one that comes with this package."""
     folder = Path(name)
-    if not folder.exists() and str(name) in SHIPPED:
+    if str(name) in SHIPPED and not holds_state(folder) and not checkpoint.exists(folder, "model"):
         return Path(__file__).parent / "shipped" / str(name)
     return folder
 
@@ -274,9 +274,9 @@ def load(folder: str | Path, network: nn.Module | None = None) -> Model:
     elif checkpoint.exists(folder, "model"):
         tensors, facts = checkpoint.read(folder, "model")
     else:
-        raise CheckpointError(
-            f"{folder} holds no daebm run or model: name the --out folder of `daebm run` or `daebm fit`"
-        )
+        what = f"{folder} holds no daebm run or model" if folder.exists() else f"there is no folder {folder}"
+        names = " or ".join(("the --out folder of `daebm run` or `daebm fit`", *SHIPPED))
+        raise CheckpointError(f"{what}: name {names}")
     return assembled(folder, tensors, facts, network)
 
 

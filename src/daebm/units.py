@@ -81,6 +81,11 @@ class Units:
         """
         return math.log(self.rows + 2)
 
+    def shaped(self, x: Floats) -> Floats:
+        """Grey images (n, h, w) for (n, 1, h, w) and the other way round; anything else as it is."""
+        same = not self.table and x.ndim > 2 and tuple(x.shape[-2:]) == self.event[-2:]
+        return x.reshape(len(x), *self.event) if same and x[0].size == math.prod(self.event) else x
+
     def to_model(self, x: Floats) -> Floats:
         z = (x - self.shift) / self.scale
         return z[:, self.varies] if self.table else z.reshape(len(z), *self.model_event)
