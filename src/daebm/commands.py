@@ -101,8 +101,8 @@ class Score:
     model: ModelName
     """Folder that `daebm fit` has written, or fashion-mnist, which comes with this package."""
     data: DataPath
-    """Like the data of `daebm fit`; columns of a csv file with a header are found by their names. For fashion-mnist:
-    (n, 28, 28) or pictures of that size, grey levels from 0 to 255."""
+    """Like the data of `daebm fit`: columns of a csv file are found by their names; for fashion-mnist (n, 28, 28) or
+    pictures of that size, in grey levels from 0 to 255."""
     out: Out
     """The csv file to write."""
     fpr: float | None = None
