@@ -22,12 +22,12 @@ from torch.nn import functional as F
 import daebm
 from daebm import checkpoint, sampling
 from daebm.config import Config
-from daebm.engine import set_precision
+from daebm.engine import drafts, set_precision
 from daebm.precision import check_precision
-from daebm.resnet import ResNet
-from daebm.samplers.capture import Captured
-from daebm.samplers.langevin import energy_and_gradient, init, mala, take_steps
-from daebm.samplers.mgms import at_level
+from daebm.resnet import Draft, ResNet
+from daebm.samplers.capture import Captured, compiled
+from daebm.samplers.langevin import energy_and_gradient, init, mala
+from daebm.samplers.mgms import stay, transition
 from daebm.state import CHECKPOINT, STATE
 from daebm.training import begin, step
 
@@ -96,17 +96,21 @@ def plain_iteration(network: nn.Module, optimiser: torch.optim.Optimizer, x: Ten
     loss.item()
 
 
-def captured_steps(network: nn.Module, x: Tensor, t: Tensor, precision: str, steps: int) -> float:
-    """Milliseconds per MALA step, all of it captured."""
+def captured_steps(
+    network: nn.Module, x: Tensor, t: Tensor, precision: str, steps: int, levels: int | None = None
+) -> float:
+    """Milliseconds per MALA step, all of it captured; a draft's last decision is in it."""
     set_precision(network, precision)
     generator = torch.Generator("cuda").manual_seed(0)
-    sigma = torch.full((len(x),), 0.01, device="cuda")
+    sigma = torch.full((TOP + 1 if levels is None else levels,), 0.01, device="cuda")
+    draft = Draft(network) if drafts(network) else None
+    exact = compiled(network)
 
     def burst(y: Tensor) -> Tensor:
         with torch.no_grad():
-            here = at_level(network, t)
-            state, _info = take_steps(mala, here, init(here, y, True), sigma, steps, generator, True)
-        return state.x
+            energy = network if draft is None else exact
+            y, _t, _info = transition(mala, energy, y, t, sigma, steps, stay, generator, True, check=False, draft=draft)
+        return y
 
     go = Captured(burst, generator)
     return milliseconds(lambda: go(x)) / steps  # the gradient at the start is in it
@@ -140,9 +144,9 @@ def main() -> None:
         torch.backends.cudnn.deterministic = False
         ms = milliseconds(lambda: energy_and_gradient(lambda y: plain(y, t), x), inner=5)
         line(f"eager {precision}, NCHW", ms, precision)
-    for precision in ("tf32x2", "tf32", "fp16", "bf16"):
+    for precision in ("tf32x2", "drafted", "tf32", "fp16", "bf16"):
         ms = captured_steps(network, x, t, precision, STEPS)
-        line(f"ours {precision}, captured MALA", ms, precision.removesuffix("x2"))
+        line(f"ours {precision}, captured MALA", ms, {"tf32x2": "tf32", "drafted": "fp16"}.get(precision, precision))
     del network
 
     if arguments.model:
@@ -165,9 +169,13 @@ def trained(folder: Path) -> None:
         snapshots.append((x, t))
     x, t = (torch.cat(part) for part in zip(*snapshots, strict=True))
     print(f"\nprecision on the trained model, {len(x)} chains: mean |change| of acceptance, label TV, worst level each")
-    for precision in ("tf32x2", "tf32", "fp16", "bf16"):
-        report = check_precision(model.network, precision, x, t, model.sigma, generator)
+    for precision, steps in (("tf32x2", 1), ("drafted", 3), ("drafted", STEPS), ("tf32", 1), ("fp16", 1), ("bf16", 1)):
+        report = check_precision(model.network, precision, x, t, model.sigma, generator, steps=steps)
         verdict = "admitted" if report.passes else "refused"
+        if report.kept is not None:
+            verdict += (
+                f"; of bursts of {steps} steps {float(report.kept.min()):.3f} to {float(report.kept.max()):.3f} kept"
+            )
         print(f"  {precision:<8}{float(report.acceptance.max()):8.4f}{float(report.labels.max()):8.4f}  {verdict}")
     set_precision(model.network, "fp32")
     images = np.random.default_rng(0).integers(256, size=(10_000, *model.event), dtype=np.uint8)
@@ -175,8 +183,8 @@ def trained(folder: Path) -> None:
     for name, score in {"energy": model.energy, "features": partial(model.said, "features")}.items():
         print(f"  {name:<8}{milliseconds(lambda score=score: score(images), rounds=3) / 1000:8.3f}", flush=True)
     print("a MALA step of this model, ms:")
-    for precision in ("tf32x2", "tf32", "fp16"):
-        ms = captured_steps(model.network, x[:BATCH], t[:BATCH], precision, STEPS)
+    for precision in ("tf32x2", "drafted", "tf32", "fp16"):
+        ms = captured_steps(model.network, x[:BATCH], t[:BATCH], precision, STEPS, model.ladder.levels)
         print(f"  {precision:<8}{ms:8.3f}", flush=True)
 
 
@@ -192,7 +200,7 @@ def iterations(plain: Plain) -> None:
     print(f"\na training iteration, {BATCH} chains, {STEPS} steps, {TOP + 1} labels: ms, times faster, peak GiB")
     print(f"  {'plain eager tf32':<34}{slow:8.1f}{1:8.2f}")
     images = torch.randint(256, (60_000, 1, 28, 28), dtype=torch.uint8)
-    for precision, move in itertools.product(("tf32x2", "tf32", "fp16"), ("full", "block")):
+    for precision, move in itertools.product(("tf32x2", "drafted", "tf32", "fp16"), ("full", "block")):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         config = Config(

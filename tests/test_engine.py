@@ -16,11 +16,12 @@ from daebm import Config, Dataset, Ladder, Model, checkpoint, levels, resnet, tr
 from daebm.chains import Chains
 from daebm.config import PRECISIONS
 from daebm.data import to_unit_range
-from daebm.engine import set_precision
+from daebm.engine import Engine, set_precision
 from daebm.errors import InputError
 from daebm.networks import LevelMLP, ReluMLP
 from daebm.precision import LIMIT, check_precision, settle_precision
-from daebm.resnet import HALF
+from daebm.resnet import HALF, Draft
+from daebm.samplers import langevin, mgms
 from daebm.samplers.langevin import mala
 from daebm.samplers.mgms import full, transition
 from daebm.spacing import level_balance
@@ -144,14 +145,14 @@ def test_a_missing_gpu_is_said(monkeypatch: pytest.MonkeyPatch, start: Any) -> N
     one_sentence(error, "device=cuda", "device=cpu")
 
 
-@pytest.mark.parametrize("precision", ["tf32x2", "tf32", "fp16", "bf16"])
+@pytest.mark.parametrize("precision", ["tf32x2", "drafted", "tf32", "fp16", "bf16"])
 def test_coarse_arithmetic_on_a_cpu_is_refused(precision: str) -> None:
     with pytest.raises(InputError) as error:
         train(config(precision=precision), DATA)
     one_sentence(error, f"precision={precision}", "device=cuda")
 
 
-@pytest.mark.parametrize("precision", ["tf32x2", *HALF])
+@pytest.mark.parametrize("precision", ["tf32x2", "drafted", *HALF])
 def test_half_precision_without_convolutions_is_refused(precision: str) -> None:
     """TF32 is a switch of the library and harms nothing."""
     network = ReluMLP(2, 8, 1)
@@ -168,7 +169,7 @@ def test_the_precision_reaches_the_network_inside() -> None:
     for precision in PRECISIONS:
         set_precision(network, precision)
         assert network.inner.arithmetic == precision
-        assert torch.backends.cudnn.allow_tf32 == (precision in ("tf32", "tf32x2"))
+        assert torch.backends.cudnn.allow_tf32 == (precision in ("tf32", "tf32x2", "drafted"))
         assert not torch.backends.cuda.matmul.allow_tf32
 
 
@@ -586,6 +587,65 @@ def test_precisions_are_tried_from_coarse_to_fine(last: str) -> None:
     for sentence, before, after in zip(said, refused, way[1:], strict=False):
         assert f"precision {before} " in sentence and sentence.endswith(f"going on in {after}")
     assert len(said) == len(refused)
+
+
+def drafted_network() -> tuple[Any, Tensor, Tensor, Tensor]:
+    """A network that has learned something, so that 11 bits are felt, and where its chains begin."""
+    setup = begin(config(), DATA)
+    nn.init.normal_(setup.state.network.inner.head.weight, std=0.1)
+    return setup.state.network, setup.state.chains.x, setup.state.chains.t, setup.state.steps.sigma
+
+
+def test_a_draft_is_the_network_in_16_bits_and_shares_its_weights() -> None:
+    network, x, t, _sigma = drafted_network()
+    draft = Draft(network)
+    coarse = {layer.weight.dtype for layer in draft.network.modules() if isinstance(layer, nn.Conv2d)}
+    assert coarse == {torch.float16, torch.float32}  # pixels are never rounded: the stem is as it was
+    assert draft.network.constant is network.constant and len(draft.mine) == 2 * (2 * 4 + 1)
+    assert {p.dtype for p in network.parameters()} == {torch.float32}
+    for _ in range(2):
+        u, v = network(x, t), draft.at(t)(x)
+        off = (u - v).detach().abs().max()
+        assert v.dtype == torch.float32 and 0 < float(off) < 0.02 * float(u.detach().std())
+        with torch.no_grad():  # as the optimiser would
+            for weight in network.parameters():
+                weight.add_(0.05 * weight.std(unbiased=False) * torch.randn_like(weight))
+
+
+def test_drafted_steps_are_exact_by_the_check_and_counted() -> None:
+    """The check sees the decision on the burst: by float32 energies on a CPU, so nothing changes."""
+    network, x, t, sigma = drafted_network()
+    report = check_precision(network, "drafted", x, t, sigma, torch.Generator().manual_seed(1), steps=4)
+    assert report.acceptance.shape == report.labels.shape == report.kept.shape == sigma.shape
+    assert report.passes and report.worst < 1e-4 and 0.9 < float(report.kept.min()) < 1
+    bad = report._replace(kept=torch.full_like(report.kept, 0.7))
+    assert not bad.passes and "keeps only 0.70 of the bursts" in bad.reason
+    assert check_precision(network, "fp32", x, t, sigma, torch.Generator().manual_seed(1)).kept is None
+
+
+def test_an_engine_drafts_what_metropolis_corrects() -> None:
+    """Captured or not, the engine's transition is that of `mgms` with a draft; an unadjusted kernel is never drafted."""
+    network, x, t, sigma = drafted_network()
+    results = []
+    for own in (False, True):
+        generator = torch.Generator().manual_seed(3)
+        move = mgms.label_move("block", len(sigma) - 1, 3)
+        settings = config(label_move="block", block=3, steps=4)
+        set_precision(network, "drafted")
+        if own:
+            run = Engine(settings, network, begin(config(), DATA).ladder, generator).transition(langevin.mala)
+            results.append(run(x, t, sigma))
+        else:
+            draft = Draft(network)
+            results.append(
+                mgms.transition(langevin.mala, network, x, t, sigma, 4, move, generator, draft=draft, check=False)
+            )
+    (x_a, t_a, info_a), (x_b, t_b, info_b) = results
+    assert torch.equal(x_a, x_b) and torch.equal(t_a, t_b) and torch.equal(info_a.kept, info_b.kept)
+    assert float(info_a.kept.min()) < 1
+    unadjusted = Engine(settings, network, begin(config(), DATA).ladder, generator).transition(langevin.langevin)
+    assert (unadjusted(x, t, sigma)[2].kept == 1).all()
+    set_precision(network, "fp32")
 
 
 def test_a_resumed_run_keeps_its_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

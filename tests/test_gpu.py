@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from daebm import Config, Dataset
 from daebm.denoising import draw_labelled, draw_noisy
-from daebm.engine import set_precision
+from daebm.engine import drafts, set_precision
 from daebm.precision import check_precision
-from daebm.resnet import HALF, convolve
+from daebm.resnet import HALF, Draft, coarsen, convolve
 from daebm.samplers import langevin, mgms
 from daebm.samplers.capture import Captured
 from daebm.training import begin, train
@@ -43,9 +43,12 @@ class Rotated(nn.Module):
         self.register_buffer("variance", VARIANCE.float())
 
     def forward(self, x: Tensor, t: Tensor) -> Tensor:
-        y = convolve(self.rotation, x, self.arithmetic)
+        y = convolve(self.rotation, x, self.arithmetic).float()
         v = self.variance[t]
         return y.square().flatten(1).sum(1) / (2 * v) + DIMENSION / 2 * v.log()
+
+    def coarsen(self) -> None:
+        coarsen(self.rotation)
 
     def carried(self, x: Tensor, t: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Half of the change of scale, so that the label still depends on x."""
@@ -75,10 +78,12 @@ SIGMA = 0.55 * VARIANCE.sqrt()  # about .7 accepted in 144 dimensions
 
 
 def captured(network: nn.Module, move: mgms.LabelMove, generator: torch.Generator, steps: int = 3) -> Captured:
-    sigma = SIGMA.cuda()
+    sigma, draft = SIGMA.cuda(), Draft(network) if drafts(network) else None
 
     def transition(x: Tensor, t: Tensor) -> tuple[Tensor, Tensor, mgms.TransitionInfo]:
-        return mgms.transition(langevin.mala, network, x, t, sigma, steps, move, generator, compile=True, check=False)
+        return mgms.transition(
+            langevin.mala, network, x, t, sigma, steps, move, generator, compile=True, check=False, draft=draft
+        )
 
     return Captured(transition, generator)
 
@@ -92,7 +97,7 @@ MOVES = {
 
 
 @pytest.mark.parametrize("move", MOVES)
-@pytest.mark.parametrize("precision", ["fp32", "tf32x2", "tf32", "fp16"])
+@pytest.mark.parametrize("precision", ["fp32", "tf32x2", "drafted", "tf32", "fp16"])
 def test_exact_start_stays_exact(precision: str, move: str) -> None:
     network = Rotated().cuda()
     set_precision(network, precision)
@@ -163,7 +168,8 @@ def test_captured_gradients_are_the_eager_ones() -> None:
                     weight.add_(change)
 
 
-def test_a_resumed_run_continues_bit_for_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", ["tf32x2", "drafted"])
+def test_a_resumed_run_continues_bit_for_bit(precision: str, tmp_path: Path) -> None:
     """Through all parts of the recipe, compiled and captured: the same weights and chains, cut or not."""
     images = torch.randint(256, (200, 1, 16, 16), generator=torch.Generator().manual_seed(1)).byte()
     data = Dataset.standardised("noise", images, images[:8])
@@ -171,7 +177,7 @@ def test_a_resumed_run_continues_bit_for_bit(tmp_path: Path) -> None:
         **{"network": "level-resnet", "width": 16, "hidden": 1, "floor": 0.2, "top": 11, "device": "cuda"},
         **{
             "compile": True,
-            "precision": "tf32x2",
+            "precision": precision,
             "denoise": 6,
             "relate": 6,
             "iterations": 24,
@@ -182,6 +188,7 @@ def test_a_resumed_run_continues_bit_for_bit(tmp_path: Path) -> None:
         **{"learning_rate": 1e-4, "adapt_every": 2, "average": 0.9, "checkpoint_every": 4, "log_every": 2},
     )
     whole, _ladder = train(config, data)
+    assert whole.precision == precision
     for cut in (4, 8, 16):  # in each part
         folder = tmp_path / str(cut)
         train(config, data, folder, stop=lambda state, _ladder, cut=cut: state.iteration == cut)
@@ -217,6 +224,10 @@ def test_the_guard_admits_tf32_and_refuses_bf16() -> None:
     """At this size bf16 is off by tenths of a nat, TF32 by hundredths."""
     network = Rotated().cuda()
     x, t, generator = exact_start(4)
-    reports = {p: check_precision(network, p, x, t, SIGMA.cuda(), generator) for p in ("fp32", "tf32x2", "tf32", *HALF)}
+    reports = {
+        p: check_precision(network, p, x, t, SIGMA.cuda(), generator)
+        for p in ("fp32", "tf32x2", "drafted", "tf32", *HALF)
+    }
     assert reports["fp32"].worst < 1e-3 and not reports["bf16"].passes
-    assert reports["tf32x2"].passes and reports["tf32"].worst < reports["bf16"].worst
+    assert reports["tf32x2"].passes and reports["drafted"].passes and float(reports["drafted"].kept.min()) < 1
+    assert reports["tf32"].worst < reports["bf16"].worst

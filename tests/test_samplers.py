@@ -397,6 +397,77 @@ def test_exact_start_catches_a_faulty_mgms(fault: str) -> None:
     assert max(joint_exact_start(LADDER_FAULTS[fault], seed=11)) > CAUGHT
 
 
+RIGHT_RATIO = mgms.draft_log_ratio
+
+
+class Drafted(NamedTuple):
+    """The target with another width and place at every level: cheap and wrong, by half a nat or so."""
+
+    wrong: float = 0.12
+
+    def __call__(self, x: Tensor, t: Tensor) -> Tensor:
+        return LEVELS(x * (1 + self.wrong) - self.wrong / 2, t) + 0.3 * t
+
+
+def by_drafts(
+    log_ratio: Callable[..., Tensor] = mgms.draft_log_ratio,
+    draft: mgms.Energy = Drafted(),  # noqa: B008
+) -> Advance:
+    def advance(x: Tensor, t: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(mgms, "draft_log_ratio", log_ratio)
+            for _ in range(15):
+                move, sigma = MOVES["block"], LEVEL_SIGMA
+                x, t, _info = mgms.transition(langevin.mala, LEVELS, x, t, sigma, 4, move, generator, draft=draft)
+        return x, t
+
+    return advance
+
+
+DRAFT_FAULTS: dict[str, Advance] = {
+    "never undone": by_drafts(lambda energy, t, start, end: torch.zeros_like(start.energy)),
+    "by the draft's own energy": by_drafts(lambda energy, t, start, end: start.energy - end.energy),
+    "by the energy alone": by_drafts(lambda energy, t, start, end: energy(start.x, t) - energy(end.x, t)),
+    "wrong way round": by_drafts(lambda *given: -RIGHT_RATIO(*given)),
+}
+
+
+def test_drafted_steps_keep_the_joint_target() -> None:
+    outcome = joint_exact_start(by_drafts(), seed=11)
+    assert outcome.levels < SIGMAS
+    assert outcome.positions < SIGMAS
+
+
+@pytest.mark.parametrize("fault", DRAFT_FAULTS)
+def test_exact_start_catches_a_faulty_draft(fault: str) -> None:
+    assert max(joint_exact_start(DRAFT_FAULTS[fault], seed=11)) > CAUGHT
+
+
+def test_drafts_are_kept_or_undone_as_a_whole() -> None:
+    """A draft that is the energy itself is always kept; one whose end has no energy is undone and counted."""
+    x, t = LEVELS.sample(2000, seeded(12))
+    keywords = {"steps": 4, "move": mgms.stay}
+    same = mgms.transition(langevin.mala, LEVELS, x, t, LEVEL_SIGMA, generator=seeded(1), draft=LEVELS, **keywords)
+    plain = mgms.transition(langevin.mala, LEVELS, x, t, LEVEL_SIGMA, generator=seeded(1), **keywords)
+    assert torch.equal(same[0], plain[0]) and torch.allclose(same[2].kept, torch.ones(2000).double())
+    assert (plain[2].kept == 1).all()
+    moved, _t, info = mgms.transition(
+        langevin.mala, LEVELS, x, t, LEVEL_SIGMA, generator=seeded(1), draft=Drafted(), **keywords
+    )
+    stayed = (moved == x).all(1)
+    assert 0.05 < float(stayed.double().mean()) < 0.5 and 0.5 < float(info.kept.mean()) < 0.95
+
+    def nowhere(y: Tensor, s: Tensor) -> Tensor:
+        return torch.where((y[:, 0] > 0), torch.nan, LEVELS(y, s))
+
+    moved, _t, info = mgms.transition(
+        langevin.mala, nowhere, x, t, LEVEL_SIGMA, generator=seeded(1), draft=LEVELS, **keywords
+    )
+    lost = (same[0][:, 0] > 0) | (x[:, 0] > 0)
+    assert torch.equal(moved[lost], x[lost]) and int(info.steps.nonfinite.sum()) == int(lost.sum()) > 100
+    assert (info.kept[lost] == 0).all()
+
+
 def test_ladder_steps_have_power() -> None:
     """Every level's acceptance is in the range in which a wrong ratio shows."""
     generator = seeded(12)

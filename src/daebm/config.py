@@ -14,7 +14,7 @@ from daebm.methods import METHODS, method
 from daebm.samplers.langevin import KERNELS
 
 NETWORKS = ("level-mlp", "level-resnet", "relu-mlp", "gated-mlp", "relu-basis", "resnet")
-PRECISIONS = ("fp32", "tf32x2", "tf32", "fp16", "bf16")
+PRECISIONS = ("fp32", "tf32x2", "drafted", "tf32", "fp16", "bf16")
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,7 @@ class Config:
     block: int = 8  # labels per block
     store: int = 10_000
     start: str = "data"  # the store begins as diffused data or as noise
+    anchors: int = 0  # further chains (da) that stay at level 0, all moved every time: they see what long runs will see
     restart: float = -1.0  # probability of a fresh start from noise; -1 takes the method's own
     step_size: float = 0.1  # sigma of a plain EBM; with levels sigma_t is this times the level's noise sd
     adapt_every: int = 50  # iterations between step-size adaptations; 0 keeps the steps fixed
@@ -91,7 +92,7 @@ class Config:
     maximum_rollbacks: int = 3  # roll-backs to the last good checkpoint before giving up
     compile: bool = False  # compile the step in training and long runs (on a GPU as a graph); changes rounding only
     device: str = "cpu"  # cpu or cuda
-    precision: str = "fp32"  # of convolutions, fp32 on a CPU; on a GPU also tf32x2, tf32, fp16, bf16; guarded
+    precision: str = "fp32"  # of convolutions, fp32 on a CPU; on a GPU also tf32x2, drafted, tf32, fp16, bf16; guarded
 
     # Evaluation after training
     post_chains: int = 1000  # chains started from noise
@@ -127,6 +128,7 @@ class Config:
             "denoise",
             "relate",
             "adapt_every",
+            "anchors",
             "reject_from",
             "maximum_rollbacks",
             "seed",
@@ -169,6 +171,8 @@ class Config:
             value = getattr(self, name)
             _require(self, name, value in choices, f"one of {', '.join(choices)}")
         _require(self, "iterations", self.iterations > self.warm, "more than denoise and relate together")
+        if self.anchors and row.name != "da":
+            raise InputError("anchors are chains that stay at level 0 while others travel: they need method=da")
         if row.start == "store" and self.store < self.batch:
             raise InputError(f"store={self.store} must hold at least batch={self.batch} chains")
 
@@ -190,7 +194,8 @@ class Config:
     def gradients(self, iteration: int) -> int:
         """Energy gradients up to an iteration; the warm starts take one for each point, if a costly one."""
         warm = min(iteration, self.warm)
-        return (warm + (iteration - warm) * self.gradients_per_iteration) * self.batch
+        anchored = self.anchors * (self.bursts * self.steps + 1)
+        return warm * self.batch + (iteration - warm) * (self.gradients_per_iteration * self.batch + anchored)
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

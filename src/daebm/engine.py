@@ -16,7 +16,8 @@ from daebm.denoising import chainless_loss, denoising_loss, relating_loss
 from daebm.errors import InputError
 from daebm.ladder import Ladder
 from daebm.methods import Transition
-from daebm.samplers import mgms
+from daebm.resnet import Draft
+from daebm.samplers import langevin, mgms
 from daebm.samplers.capture import Captured, compiled
 from daebm.samplers.langevin import Kernel
 from daebm.updates import likelihood_loss, trainable
@@ -44,7 +45,7 @@ def set_precision(network: nn.Module, precision: str) -> None:
     TF32 is PyTorch's switch for the whole process. Algorithms are fixed and deterministic, so that a resumed run
     continues bit for bit.
     """
-    torch.backends.cudnn.allow_tf32 = precision in ("tf32", "tf32x2")
+    torch.backends.cudnn.allow_tf32 = precision in ("tf32", "tf32x2", "drafted")
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = True
@@ -53,6 +54,11 @@ def set_precision(network: nn.Module, precision: str) -> None:
         raise InputError(f"precision={precision} is for convolutional networks: use fp32 or tf32 here")
     for part in convolutional:
         part.arithmetic = precision  # type: ignore[assignment]
+
+
+def drafts(network: nn.Module) -> bool:
+    """Whether the steps of ``network`` are drafted in 16 bits."""
+    return any(getattr(part, "arithmetic", "") == "drafted" for part in network.modules())
 
 
 @contextmanager
@@ -81,7 +87,7 @@ class Engine:
 
     def reset(self) -> None:
         """Forget what was recorded: graphs read weights where they lay and in the precision of then."""
-        self.transitions: dict[Kernel, Transition] = {}
+        self.transitions: dict[tuple[Kernel, mgms.LabelMove], Transition] = {}
         # Scores are learned by the energy without gains, which are there to undo what its errors do to chains.
         plain = getattr(self.network, "ungained", self.network)
         energy, score = self._compile(self.network), self._compile(partial(denoising_loss, plain))
@@ -115,28 +121,39 @@ class Engine:
 
     def transition(self, kernel: Kernel) -> Transition:
         """Algorithm 2 on the network, compiled and captured on a GPU."""
-        if kernel not in self.transitions:
-            self.transitions[kernel] = self._build(kernel)
-        return self.transitions[kernel]
+        return self._built(kernel, self.move, self.config.steps)
 
-    def _build(self, kernel: Kernel) -> Transition:
+    def stay(self, kernel: Kernel) -> Transition:
+        """As many steps as all bursts of an iteration have, without a label move."""
+        return self._built(kernel, mgms.stay, self.config.bursts * self.config.steps)
+
+    def _built(self, kernel: Kernel, label_move: mgms.LabelMove, steps: int) -> Transition:
+        if (kernel, label_move) not in self.transitions:
+            self.transitions[kernel, label_move] = self._build(kernel, label_move, steps)
+        return self.transitions[kernel, label_move]
+
+    def _build(self, kernel: Kernel, label_move: mgms.LabelMove, steps: int) -> Transition:
         labels = _CompiledLabels(self.network) if self.compiled else self.network
+        # Only what Metropolis corrects step by step can be corrected as a whole.
+        draft = Draft(self.network) if drafts(self.network) and kernel is langevin.mala else None
+        energy = self.network if draft is None else labels
 
         def move(energy: Any, x: Tensor, t: Tensor, generator: torch.Generator | None) -> Any:
-            return self.move(labels, x, t, generator)
+            return label_move(labels, x, t, generator)
 
         def transition(x: Tensor, t: Tensor, sigma: Tensor) -> Any:
             return mgms.transition(
                 kernel,
-                self.network,
+                energy,
                 x,
                 t,
                 sigma,
-                self.config.steps,
+                steps,
                 move,
                 self.generator,
                 self.config.compile,
                 check=False,
+                draft=draft,
             )
 
         return Captured(transition, self.generator) if self.compiled else transition

@@ -23,7 +23,7 @@ from daebm.chains import Chains
 from daebm.errors import InputError
 from daebm.ladder import Ladder, per_chain
 from daebm.samplers import langevin
-from daebm.samplers.langevin import Kernel, PlainEnergy
+from daebm.samplers.langevin import Info, Kernel, PlainEnergy
 from daebm.samplers.mgms import Energy, TransitionInfo
 
 if TYPE_CHECKING:
@@ -96,6 +96,11 @@ def conditional_sigma(sigma: Tensor, ladder: Ladder, t: Tensor) -> Tensor:
     return sigma[t] / ladder.alpha.to(t.device).sqrt()[t + 1]
 
 
+def plain_info(t: Tensor, steps: Info) -> TransitionInfo:
+    """Of steps without a label move or a draft."""
+    return TransitionInfo(t, steps, torch.zeros_like(t), torch.ones_like(steps.accept_prob))
+
+
 def draw_negatives(
     config: Config,
     energy: Energy,
@@ -118,7 +123,7 @@ def draw_negatives(
         start = partner / per_chain(ladder.alpha.sqrt(), t_data + 1, partner)
         step = conditional_sigma(sigma, ladder, t_data).to(start.dtype)
         x, info = langevin.run(kernel, target, start, step, config.steps, generator, compile=config.compile)
-        return Negatives(x, t_data, [TransitionInfo(t_data, info, torch.zeros_like(t_data))])
+        return Negatives(x, t_data, [plain_info(t_data, info)])
     if row.start == "data":
         slots, x, t = None, x_data, t_data
     else:
@@ -143,7 +148,7 @@ def draw_negatives(
         x, info = langevin.run(
             kernel, lambda y: energy(y, at), x, step, config.steps, generator, compile=config.compile
         )
-        bursts.append(TransitionInfo(t, info, torch.zeros_like(t)))
+        bursts.append(plain_info(t, info))
     if slots is not None:
         chains.put(slots, x, t)
     return Negatives(x, t, bursts)

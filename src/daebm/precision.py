@@ -2,33 +2,43 @@
 
 Metropolis is exact for any drift, as long as the energy differences are right. So the drift is left as it is, and only
 the two energies of each proposal, and those of the labels, are replaced by float32 ones.
+
+Where steps are drafted in 16 bits the proposal is the end of a burst, whatever its steps got wrong: then a coarse draft
+costs bursts that are undone, and no exactness.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from daebm.chains import Chains
-from daebm.engine import set_precision
-from daebm.samplers.langevin import energy_and_gradient, init
-from daebm.samplers.mgms import carried_energies, label_energies
+from daebm.engine import drafts, set_precision
+from daebm.resnet import Draft
+from daebm.samplers.langevin import energy_and_gradient, init, mala, take_steps
+from daebm.samplers.mgms import carried_energies, draft_log_ratio, label_energies
 
 LIMIT = 0.01  # of either change; a 0.3-nat error moves the *mean* acceptance by .006 only, but a proposal's by .08
-FALLBACK = {"fp16": "tf32", "bf16": "tf32", "tf32": "tf32x2", "tf32x2": "fp32"}
+LEAST_KEPT = 0.8  # of drafts at a level: fewer, and the steps that are undone cost more than coarse ones save
+FALLBACK = {"fp16": "tf32", "bf16": "tf32", "tf32": "tf32x2", "drafted": "tf32x2", "tf32x2": "fp32"}
 CHECK_CHAINS = 4096  # at most so many chains take part in a check
 CHECK_SEED = 40_000_003  # a stream of its own: looking must not change a run
 LABELS = 8  # labels whose probabilities are compared, around the chain's own
 
 
 class PrecisionReport(NamedTuple):
-    """Mean absolute change of the acceptance probability and total variation of the label draw, both (T + 1,)."""
+    """Mean absolute change of the acceptance probability and total variation of the label draw, both (T + 1,).
+
+    ``kept`` is the probability of keeping a draft, by level; None where nothing is drafted.
+    """
 
     precision: str
     acceptance: Tensor
     labels: Tensor
+    kept: Tensor | None = None
 
     @property
     def worst(self) -> float:
@@ -37,7 +47,13 @@ class PrecisionReport(NamedTuple):
 
     @property
     def passes(self) -> bool:
-        return self.worst <= LIMIT
+        return self.worst <= LIMIT and (self.kept is None or float(self.kept.min()) >= LEAST_KEPT)
+
+    @property
+    def reason(self) -> str:
+        if self.worst <= LIMIT and self.kept is not None:
+            return f"keeps only {float(self.kept.min()):.2f} of the bursts of a level (at least {LEAST_KEPT:g})"
+        return f"changes acceptance or label probabilities by up to {self.worst:.3g} at a level (limit {LIMIT:g})"
 
 
 def check_precision(
@@ -48,53 +64,72 @@ def check_precision(
     sigma: Tensor,
     generator: torch.Generator,
     chunk: int = 512,
+    steps: int = 3,
 ) -> PrecisionReport:
     """Compare ``precision`` with float32 on one proposal and one label draw of every chain (x, t).
 
-    Levels without chains report zero. Leaves the network in ``precision``.
+    Where steps are drafted the proposal is a burst of ``steps`` of them. Levels without chains report zero, and all
+    drafts kept. Leaves the network in ``precision``.
     """
     levels = len(sigma)
-    sums = torch.zeros(3, levels, dtype=torch.float64, device=x.device)
+    sums = torch.zeros(4, levels, dtype=torch.float64, device=x.device)
     for start in range(0, len(x), chunk):
         x_now, t_now = x[start : start + chunk], t[start : start + chunk]
-        eps = torch.randn(x_now.shape, generator=generator, device=x.device)
         window = (t_now - LABELS // 2).clamp(0, max(levels - LABELS, 0)).unsqueeze(1)
         labels = (window + torch.arange(min(LABELS, levels), device=x.device)).clamp(max=levels - 1)
         step = sigma[t_now].to(x.dtype)
-        shape = (-1, *[1] * (x.ndim - 1))
-
-        def energy(y: Tensor, t_now: Tensor = t_now) -> Tensor:
-            u: Tensor = network(y, t_now)
-            return u
-
         set_precision(network, precision)
         with torch.no_grad():
-            before = init(energy, x_now)
-            proposal = x_now - step.reshape(shape) ** 2 / 2 * before.grad + step.reshape(shape) * eps
-            after_energy, after_grad = energy_and_gradient(energy, proposal)
-            coarse = _of_labels(network, x_now, t_now, labels)
+            propose = _burst if drafts(network) else _proposal
+            log_r = propose(network, x_now, t_now, step, steps, generator)
+            given, coarse = log_r(), _of_labels(network, x_now, t_now, labels)
             set_precision(network, "fp32")
-            exact_before, exact_after = energy(x_now), energy(proposal)
-            fine = _of_labels(network, x_now, t_now, labels)
-        # log r with float32 energies: the drift's part is what the coarse log r leaves besides its energies.
-        both = before.grad + after_grad
-        drift = (step.reshape(shape) / 2 * both * (eps - step.reshape(shape) / 4 * both)).flatten(1).sum(1)
-
-        def accepted(log_r: Tensor) -> Tensor:
-            return torch.where(torch.isfinite(log_r), log_r.clamp(max=0).exp(), 0.0)
-
-        exact = accepted(exact_before - exact_after + drift)
+            exact, fine = log_r(), _of_labels(network, x_now, t_now, labels)
         changes = torch.stack(
             [
-                (accepted(before.energy - after_energy + drift) - exact).abs(),
+                (_accepted(given) - _accepted(exact)).abs(),
                 (torch.softmax(-coarse, 2) - torch.softmax(-fine, 2)).abs().sum(2).amax(0) / 2,
+                1 - _accepted(given),
                 torch.ones_like(exact),
             ]
         )
         sums.index_add_(1, t_now, changes.double())
     set_precision(network, precision)
-    seen = sums[2].clamp(min=1)
-    return PrecisionReport(precision, (sums[0] / seen).cpu(), (sums[1] / seen).cpu())
+    acceptance, label, undone = (sums[:3] / sums[3].clamp(min=1)).cpu()
+    return PrecisionReport(precision, acceptance, label, 1 - undone if drafts(network) else None)
+
+
+def _accepted(log_r: Tensor) -> Tensor:
+    return torch.where(torch.isfinite(log_r), log_r.clamp(max=0).exp(), 0.0)
+
+
+def _proposal(
+    network: nn.Module, x: Tensor, t: Tensor, sigma: Tensor, _steps: int, generator: torch.Generator
+) -> Callable[[], Tensor]:
+    """log r of a MALA proposal from x, by energies in the network's precision of the moment; the drift is today's."""
+    step = sigma.reshape(-1, *[1] * (x.ndim - 1))
+    eps = torch.randn(x.shape, generator=generator, device=x.device)
+
+    def energy(y: Tensor) -> Tensor:
+        u: Tensor = network(y, t)
+        return u
+
+    before = init(energy, x)
+    proposal = x - step**2 / 2 * before.grad + step * eps
+    _energy, grad = energy_and_gradient(energy, proposal)
+    both = before.grad + grad
+    drift = (step / 2 * both * (eps - step / 4 * both)).flatten(1).sum(1)
+    return lambda: energy(x) - energy(proposal) + drift
+
+
+def _burst(
+    network: nn.Module, x: Tensor, t: Tensor, sigma: Tensor, steps: int, generator: torch.Generator
+) -> Callable[[], Tensor]:
+    """The same of a burst that is drafted from x."""
+    here = Draft(network).at(t)
+    start = init(here, x)
+    end, _info = take_steps(mala, here, start, sigma, steps, generator, compile=False)
+    return lambda: draft_log_ratio(network, t, start, end)
 
 
 def _of_labels(network: nn.Module, x: Tensor, t: Tensor, labels: Tensor) -> Tensor:
@@ -106,20 +141,17 @@ def _of_labels(network: nn.Module, x: Tensor, t: Tensor, labels: Tensor) -> Tens
 
 
 def settle_precision(
-    network: nn.Module, precision: str, chains: Chains, sigma: Tensor, seed: int
+    network: nn.Module, precision: str, chains: Chains, sigma: Tensor, seed: int, steps: int = 3
 ) -> tuple[str, list[str]]:
     """Set and return the first precision, from ``precision`` on, that passes on these chains, and why others do not."""
     refused = []
     while precision in FALLBACK:
         generator = torch.Generator(chains.x.device).manual_seed(seed + CHECK_SEED)
         some = torch.randperm(len(chains), generator=generator, device=chains.x.device)[:CHECK_CHAINS]
-        report = check_precision(network, precision, chains.x[some], chains.t[some], sigma, generator)
+        report = check_precision(network, precision, chains.x[some], chains.t[some], sigma, generator, steps=steps)
         if report.passes:
             break
-        refused.append(
-            f"precision {precision} changes acceptance or label probabilities by up to {report.worst:.3g} at a level "
-            f"(limit {LIMIT:g}): going on in {FALLBACK[precision]}"
-        )
+        refused.append(f"precision {precision} {report.reason}: going on in {FALLBACK[precision]}")
         precision = FALLBACK[precision]
     set_precision(network, precision)
     return precision, refused

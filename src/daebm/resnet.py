@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from itertools import pairwise
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 from daebm.errors import InputError
 from daebm.ladder import Ladder
 from daebm.networks import DiffusedGaussian
+from daebm.samplers.mgms import at_level
 
 MULTIPLIERS = (1, 2, 2, 2)  # channels at full, half, quarter and eighth resolution, in units of the width
 REACH = 5.0  # sds of the noise by which a pixel may lie beyond those of the data
@@ -30,11 +32,15 @@ def convolve(layer: nn.Conv2d, x: Tensor, precision: str) -> Tensor:
     With tf32x2 x is two numbers of 11 bits, and the small one a cheap second product: then only the weights are
     rounded. That is the same for all x, so it hardly touches energy differences, where rounding each x does. The slope
     is left to the first product: Metropolis is exact for any drift.
+
+    ``drafted`` is tf32x2 wherever no `Draft` stands in. A layer whose weights are in 16 bits is one: its maps are too.
     """
+    if layer.weight.dtype.itemsize == 2:
+        return cast(Tensor, layer(x.to(layer.weight.dtype)))
     if precision in HALF:
         dtype, bias = HALF[precision], cast(Tensor, layer.bias)
         return F.conv2d(x.to(dtype), layer.weight.to(dtype), bias.to(dtype), padding=layer.padding).float()
-    if precision == "tf32x2":
+    if precision in ("tf32x2", "drafted"):
         exact = x.detach()
         low = exact - (exact.view(torch.int32) & -(1 << 13)).view(torch.float32)  # beyond TF32's 10 bits
         rest = F.conv2d(low.bfloat16(), layer.weight.detach().bfloat16(), padding=layer.padding).float()
@@ -51,6 +57,43 @@ class Block(nn.Module):
         self.second = nn.Conv2d(out, out, 3, padding=1)
         self.skip = nn.Conv2d(channels, out, 3, padding=1) if out != channels else None
         self.shift = nn.Linear(time, out)
+
+    def coarsen(self) -> None:
+        for layer in (self.first, self.second, self.skip):
+            if layer is not None:
+                coarsen(layer)
+
+
+def coarsen(layer: nn.Conv2d) -> None:
+    """Give it float16 weights of its own."""
+    for name, weight in list(layer.named_parameters()):
+        setattr(layer, name, nn.Parameter(weight.detach().half(), requires_grad=False))
+
+
+class Draft:
+    """The energy of a network in float16, to draft the steps of a burst with (`mgms.transition`).
+
+    Its convolutions and the maps between them have 11 bits; what a burst of such steps gets wrong is made up for at its
+    end. It shares everything else with the network, whose weights it reads anew whenever it is asked for levels.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        shared = {id(value): value for value in (*network.parameters(), *network.buffers())}
+        self.network = copy.deepcopy(network, dict(shared))
+        for part in self.network.modules():
+            if hasattr(part, "coarsen"):
+                cast(Block, part).coarsen()
+        pairs = zip(self.network.parameters(), network.parameters(), strict=True)
+        own = [(mine, theirs) for mine, theirs in pairs if mine is not theirs]
+        self.mine, self.theirs = [mine for mine, _theirs in own], [theirs.detach() for _mine, theirs in own]
+
+    def __call__(self, x: Tensor, t: Tensor) -> Tensor:
+        return self.at(t)(x)
+
+    def at(self, t: Tensor) -> Callable[[Tensor], Tensor]:
+        for mine, theirs in zip(self.mine, self.theirs, strict=True):
+            mine.copy_(theirs)
+        return at_level(self.network, t)
 
 
 class ResNet(nn.Module):
@@ -147,9 +190,9 @@ class ResNet(nn.Module):
                 h = F.avg_pool2d(h, 2)
             if i:
                 c = convolve(block.first, F.silu(h), self.arithmetic)
-            c = convolve(block.second, F.silu(c + shift), self.arithmetic)
-            h = c + (h if block.skip is None else convolve(block.skip, h, self.arithmetic))
-        return F.silu(h).flatten(2).sum(2)
+            c = convolve(block.second, F.silu(c + shift.to(c.dtype)), self.arithmetic)
+            h = c + (h.to(c.dtype) if block.skip is None else convolve(block.skip, h, self.arithmetic))
+        return F.silu(h).flatten(2).sum(2, dtype=self.head.weight.dtype)
 
 
 def _own(t: Tensor, levels: int) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from daebm.errors import InputError
 from daebm.samplers import langevin
-from daebm.samplers.langevin import Info, Kernel, PlainEnergy
+from daebm.samplers.langevin import Info, Kernel, PlainEnergy, State
 
 Energy = Callable[[Tensor, Tensor], Tensor]
 """U(x, t): x of shape (n, ...), t of shape (n,), to shape (n,)."""
@@ -188,11 +188,15 @@ def label_move(name: str, top: int, size: int) -> LabelMove:
 
 
 class TransitionInfo(NamedTuple):
-    """Of one transition: the level the steps were taken at (n,), the steps' info, and label refusals (n,)."""
+    """Of one transition: the level the steps were taken at (n,), the steps' info, and label refusals (n,).
+
+    ``kept`` is the probability that a draft was kept (n,), 1 where nothing was drafted.
+    """
 
     level: Tensor
     steps: Info
     label_nonfinite: Tensor
+    kept: Tensor
 
 
 def transition(
@@ -206,19 +210,48 @@ def transition(
     generator: torch.Generator | None = None,
     compile: bool = False,
     check: bool = True,
+    draft: Energy | None = None,
 ) -> tuple[Tensor, Tensor, TransitionInfo]:
     """Algorithm 2: ``steps`` Langevin steps at the chains' levels with step sizes sigma[t], then a label move.
 
     Costs steps + 1 gradients, and the forwards of the label move. Without ``check`` nothing is read back from the
-    device, so that the whole can be captured in a graph.
+    device, so that the whole can be captured in a graph. With a ``draft``, a cheaper energy close to this one, the
+    steps are those of the draft, and are kept or undone together (`keep`): still exact, for a kernel that is.
     """
     if check:
         _check(sigma, t, steps)
-    here = at_level(energy, t)
-    state = langevin.init(here, x, compile)
-    state, info = langevin.take_steps(kernel, here, state, sigma[t].to(x.dtype), steps, generator, compile)
-    label = move(energy, state.x, t, generator)
-    return label.x, label.t, TransitionInfo(t, Info(info.accept_prob / steps, info.nonfinite), label.nonfinite)
+    here = at_level(energy if draft is None else draft, t)
+    start = langevin.init(here, x, compile)
+    end, info = langevin.take_steps(kernel, here, start, sigma[t].to(x.dtype), steps, generator, compile)
+    x, kept, undone = end.x, torch.ones_like(end.energy), info.nonfinite
+    if draft is not None:
+        x, kept, nonfinite = keep(energy, t, start, end, generator)
+        undone = undone + nonfinite
+    label = move(energy, x, t, generator)
+    return label.x, label.t, TransitionInfo(t, Info(info.accept_prob / steps, undone), label.nonfinite, kept)
+
+
+def draft_log_ratio(energy: Energy, t: Tensor, start: State, end: State) -> Tensor:
+    """U(x) - D(x) - (U(y) - D(y)) for a draft from x to y by its energy D; the states hold D."""
+    with torch.no_grad():
+        u_start, u_end = energy(torch.cat([start.x, end.x]), torch.cat([t, t])).chunk(2)
+    return (u_start - start.energy) - (u_end - end.energy)
+
+
+def keep(
+    energy: Energy, t: Tensor, start: State, end: State, generator: torch.Generator | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Where chains are after a draft was kept or undone, the probability of keeping it, and what was not finite.
+
+    Steps that are reversible for exp(-D) are so in a row, which makes exp(-D(x)) / exp(-D(y)) the ratio of the two
+    directions, and a Metropolis decision on the whole row exact for exp(-U) (Liu's surrogate transition method).
+    """
+    log_r = draft_log_ratio(energy, t, start, end)
+    log_u = langevin.log_uniform(len(t), log_r, generator)
+    finite = torch.isfinite(log_r)
+    rows = (finite & (log_u < log_r)).reshape(-1, *[1] * (end.x.ndim - 1))
+    kept = torch.where(finite, log_r.clamp(max=0).exp(), 0.0)
+    return torch.where(rows, end.x, start.x), kept, (~finite).to(log_r.dtype)
 
 
 def _check(sigma: Tensor, t: Tensor, steps: int) -> None:
