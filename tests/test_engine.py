@@ -624,7 +624,7 @@ def test_drafted_steps_are_exact_by_the_check_and_counted() -> None:
 
 
 def test_an_engine_drafts_what_metropolis_corrects() -> None:
-    """Captured or not, the engine's transition is that of `mgms` with a draft; an unadjusted kernel is never drafted."""
+    """Its transition is that of `mgms` with a draft; an unadjusted kernel is never drafted."""
     network, x, t, sigma = drafted_network()
     results = []
     for own in (False, True):

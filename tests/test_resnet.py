@@ -1,6 +1,7 @@
 """Image networks: the paper's size, images of any size, many labels at once, an exact start, right gradients."""
 
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from daebm import Config, Dataset, Ladder, resnet, train
 from daebm.denoising import denoising_loss
 from daebm.errors import InputError
 from daebm.networks import build
-from daebm.resnet import LevelResNet, ResNet, convolve
+from daebm.resnet import LevelResNet, ResNet, convolve, eleven_bits
 
 LEVELS = 5
 EVENTS = [(1, 8, 8), (1, 9, 11), (1, 28, 28), (3, 9, 11), (3, 16, 5)]
@@ -325,17 +326,36 @@ def two_part_case() -> tuple[nn.Conv2d, Tensor]:
     x = torch.randn(5, 8, 7, 6, generator=torch.Generator().manual_seed(7))
     x = x * 10.0 ** torch.arange(-4, 4).reshape(8, 1, 1)
     x[0, 0, 0, :3] = torch.tensor([0.0, 1.0, -1.0])
-    return nn.Conv2d(8, 16, 3, padding=1), x
+    layer = nn.Conv2d(8, 16, 3, padding=1)
+    layer.weight.data = eleven_bits(layer.weight.data)
+    return layer, x
 
 
 def given_to(layer: nn.Conv2d, x: Tensor) -> Tensor:
-    """What the layer itself is given in tf32x2."""
-    seen: list[Tensor] = []
-    handle = layer.register_forward_pre_hook(lambda _layer, inputs: seen.append(inputs[0].detach()))
-    convolve(layer, x, "tf32x2")
-    handle.remove()
-    (high,) = seen
+    """What the larger product is given in tf32x2."""
+    real = F.conv2d
+    with mock.patch.object(F, "conv2d", side_effect=real) as product:
+        convolve(layer, x, "tf32x2")
+    (high,) = (call.args[0].detach() for call in product.call_args_list if call.args[0].dtype == torch.float32)
     return high
+
+
+def test_weights_have_11_bits_and_their_own_gradient() -> None:
+    """The nearest such numbers, so that float16 holds them as they are; in every arithmetic, and in no other dtype."""
+    weight = torch.randn(3000, generator=torch.Generator().manual_seed(1)).requires_grad_(True)
+    near = eleven_bits(weight)
+    mantissa = torch.frexp(near.detach()).mantissa * 2**11
+    assert torch.equal(mantissa, mantissa.round()) and torch.equal(near.half().float(), near)
+    assert torch.equal(near, weight.detach().half().float())  # nearest too
+    (slope,) = torch.autograd.grad((near * torch.arange(3000)).sum(), weight)
+    assert torch.equal(slope, torch.arange(3000).float())
+    assert eleven_bits(weight.double()).dtype == torch.float64 and torch.equal(eleven_bits(near), near)
+    layer, x = two_part_case()
+    rounded = {precision: convolve(layer, x, precision) for precision in ("fp32", "tf32x2", "fp16", "bf16")}
+    with torch.no_grad():
+        layer.weight.mul_(1 + 1e-5)  # nearer to where it was than to any other of these numbers
+    for precision, before in rounded.items():
+        assert torch.equal(convolve(layer, x, precision), before)
 
 
 def test_the_large_part_is_a_tf32_number() -> None:
