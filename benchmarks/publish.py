@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def units(model: Model, rows: int) -> Units:
 
 def rounded(law: Law) -> Law:
     """As it is saved: float32 is exact to a millionth of a distance."""
-    return Law(*(part.astype(np.float32).astype(np.float64) for part in (law.mean, law.precision)))
+    return type(law)(*(getattr(law, part.name).astype(np.float32).astype(np.float64) for part in fields(law)))
 
 
 def history(run: Path, iteration: int, trips: float, gap: tuple[float, float]) -> list[dict[str, Any]]:
@@ -67,7 +68,7 @@ def main() -> None:
     train, _labels = load_images(name, "train")
     held = train[-HELD_OUT:][: args.images].astype(np.float64)
     train = train[: min(args.images, detection.LAW_IMAGES)]
-    laws = {kind: rounded(Law.of(model.said(kind, train[:, None]))) for kind in SAID}
+    laws = {kind: rounded(detection.fit_law(kind, model, train)) for kind in SAID}
 
     state, facts = read_state(args.run)
     chains = Drawn(state["chains.x"].float().to(args.device), state["chains.t"].to(args.device), 0)

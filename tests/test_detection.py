@@ -15,7 +15,7 @@ from sklearn.metrics import average_precision_score, roc_auc_score, roc_curve
 from daebm import DAEBM, checkpoint, cli, detection, load, sampling
 from daebm.detection import MEASURES, Images, separation
 from daebm.model import Model, model_folder
-from daebm.profile import Law
+from daebm.profile import Gaussian, Mixture, law_tensors, laws_in
 
 DATA = Path(os.environ.get("DAEBM_DATA") or Path(__file__).parents[2] / "shared" / "data")
 RANDOM = np.random.default_rng(5)
@@ -62,7 +62,7 @@ def test_a_law_measures_distances_in_sds() -> None:
     """Of correlated Gaussian numbers, so many that shrinkage is negligible: chi-square with as many degrees."""
     root = np.array([[1.0, 0.0, 0.0], [0.9, 0.3, 0.0], [50.0, 10.0, 5.0]])
     x = RANDOM.normal(size=(20_000, 3)) @ root.T
-    law = Law.of(x)
+    law = Gaussian.of(x)
     assert abs(-law.score(x).mean() - 3) < 5 * np.sqrt(6 / 20_000) + 0.01  # Ledoit and Wolf shrink by about n^-1
     far = law.score(np.array([[1.0, -1.0, 0.0]]))  # against the correlation: far, for all its small size
     assert far[0] < -15
@@ -70,7 +70,44 @@ def test_a_law_measures_distances_in_sds() -> None:
 
 def test_a_constant_number_is_no_distance() -> None:
     said = np.concatenate([RANDOM.normal(size=(50, 2)), np.ones((50, 1))], 1)
-    assert np.isfinite(Law.of(said).score(said)).all()
+    assert np.isfinite(Gaussian.of(said).score(said)).all()
+
+
+def kinds_of_rows(count: int) -> np.ndarray:
+    """Two crossing lines in three dimensions: halfway between their middles is the mean of all rows, and no kind."""
+    rows, first = 0.05 * RANDOM.normal(size=(count, 3)), np.arange(count) % 2 == 0
+    rows[first, 0] += 3 + RANDOM.normal(size=first.sum())
+    rows[~first, 1] += 3 + RANDOM.normal(size=(~first).sum())
+    return rows
+
+
+def test_a_mixture_knows_kinds() -> None:
+    """Against one Gaussian, which holds what is between two kinds for more normal than most."""
+    rows, usual, between = kinds_of_rows(40_000), kinds_of_rows(4000), np.array([[1.5, 1.5, 0.0]])
+    one, several = Gaussian.of(rows), Mixture.of(rows)
+    assert (one.score(usual) < one.score(between)).mean() > 0.9
+    assert (several.score(usual) < several.score(between)).mean() < 0.02
+    assert several.centres.shape == (20, 4)  # of 80: 500 rows a kind, 20 at most
+
+
+def test_a_mixture_sees_what_lies_beside_its_axes() -> None:
+    """50 rows have five axes; a row that is strange in a direction beside them is a strange row."""
+    rows = RANDOM.normal(size=(50, 20)) * np.r_[np.ones(5), np.full(15, 1e-3)]
+    law = Mixture.of(rows)
+    assert law.axes.shape == (20, 5) and law.centres.shape == (1, 6)
+    strange = rows[:1].copy()
+    strange[0, 12] += 0.1
+    assert law.score(strange)[0] < law.score(rows).min() - 5
+
+
+def test_laws_are_read_as_they_were_written_and_row_by_row() -> None:
+    rows = kinds_of_rows(1200)
+    laws = {"features": Mixture.of(rows), "profile": Gaussian.of(rows)}
+    again = laws_in(law_tensors(laws))
+    for name, law in laws.items():
+        whole = law.score(rows)
+        np.testing.assert_array_equal(again[name].score(rows), whole)
+        np.testing.assert_array_equal(np.concatenate([law.score(rows[:7]), law.score(rows[7:])]), whole)
 
 
 def strokes(count: int, kind: int) -> Images:

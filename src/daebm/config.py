@@ -92,7 +92,7 @@ class Config:
     maximum_rollbacks: int = 3  # roll-backs to the last good checkpoint before giving up
     compile: bool = False  # compile the step in training and long runs (on a GPU as a graph); changes rounding only
     device: str = "cpu"  # cpu or cuda
-    precision: str = "fp32"  # of convolutions, fp32 on a CPU; on a GPU also tf32x2, drafted, tf32, fp16, bf16; guarded
+    precision: str = "fp32"  # guarded; a GPU also has tf32x2, drafted (fp16 bursts decided in tf32x2), tf32, fp16, bf16
 
     # Evaluation after training
     post_chains: int = 1000  # chains started from noise

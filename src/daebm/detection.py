@@ -34,7 +34,7 @@ Score = Callable[[Images], Floats]
 
 
 def fit_law(name: str, model: Model, train: Images) -> Law:
-    return Law.of(model.said(name, train[:LAW_IMAGES, None]))
+    return SAID[name].law.of(model.said(name, train[:LAW_IMAGES, None]))
 
 
 def saved_laws(folder: Path) -> dict[str, Law]:
@@ -206,13 +206,14 @@ def figures(detection: Detection) -> dict[str, Figure]:
     for axis, name in zip(np.atleast_1d(histograms.subplots(1, len(names))), names, strict=True):
         values = detection.scores[name]
         if name in SAID:  # squared distances reach a hundred times further out than normal images do
-            values = {key: -np.sqrt(-part) for key, part in values.items()}
+            top = max(float(part.max()) for part in values.values())
+            values = {key: -np.sqrt(top - part) for key, part in values.items()}
         # A few images that are far out would leave one bar for all others.
         low, high = np.percentile(np.concatenate(list(values.values())), [1, 100])
         for key, part in values.items():
             bins = np.linspace(low, high, 60).tolist()
             axis.hist(part.clip(low), bins=bins, density=True, histtype="step", label=key)
-        axis.set_title(f"{name}, minus the distance" if name in SAID else name, fontsize=9)
+        axis.set_title(f"{name}, as minus a distance" if name in SAID else name, fontsize=9)
         axis.locator_params(axis="x", nbins=5)
         axis.set_yticks([])
     histograms.axes[0].legend(fontsize=7)

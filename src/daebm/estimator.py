@@ -148,7 +148,7 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
 
         self.history_, self.n_iter_, self.seed_ = watch.history, state.iteration, seed
         self._use(model, units)
-        laws = {kind: Law.of(self._said(kind, x[rows.train])) for kind in kinds(model.network)}
+        laws = {kind: SAID[kind].law.of(self._said(kind, x[rows.train])) for kind in kinds(model.network)}
         self._calibrate(found, laws, x[rows.validation], x[rows.calibration])
         for concern in self.concerns():
             warnings.warn(concern, ConvergenceWarning, stacklevel=3)
@@ -168,7 +168,7 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
     ) -> DAEBM:
         """An estimator of a model that was trained elsewhere, calibrated on rows that it has not seen.
 
-        ``units`` say how rows of the user's are to be standardised, ``laws`` (`daebm.profile.Law.of`) what the network
+        ``units`` say how rows of the user's are to be standardised, ``laws`` (`daebm.profile`) what the network
         says of training rows, ``found`` is what `daebm.fitting.normalise_trained` tells. ``history`` is one dictionary
         at least, as in `history_`: iteration, gap, gap_error, acceptance, round_trips, chosen. ``parameters`` are those
         of the constructor.
@@ -414,7 +414,8 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
 
     def _said(self, kind: str, x: Floats) -> Floats:
         """What the network says of every row besides its energy, (n, p)."""
-        return np.concatenate([SAID[kind](self._energy, self.model_.ladder.levels, part) for part in self._parts(x)])
+        say, levels = SAID[kind].say, self.model_.ladder.levels
+        return np.concatenate([say(self._energy, levels, part) for part in self._parts(x)])
 
     def concerns(self) -> list[str]:
         """What you should know before trusting this fit, each with what to do: what `fit` warned of."""

@@ -2,14 +2,14 @@
 
 U(x, 0) depends on how much there is in an image, and simple images of another kind may have a low one. A point that one
 level takes for normal may stand out at another, and one that has the right energy may have it for the wrong reasons:
-the features of the network are what its energy is a sum of.
+the features of the network are what its energy is a sum of, before the sum has forgotten what it sums.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +20,13 @@ from daebm.samplers.mgms import Energy, at_level
 from daebm.units import Floats
 
 LEAST_SLOPE = 1e-12  # a point where U is flat has no logarithm of a slope
+# Of a mixture, chosen on strangers that were made of normal images (benchmarks/strangers.py); 50 to 100 axes, 20 to 40
+# kinds and 10 to 100 rows are all alike.
+AXES, KINDS = 100, 20  # at most
+ROWS_PER_AXIS, ROWS_PER_KIND = 10, 500
+PRIOR_ROWS = 100
+LEAST_SPREAD = 1e-9  # of an axis, relative to the largest: less is rounding
+LEAST_REST = 1e-12  # of directions, whose squares add up to 1
 
 
 def profiles(energy: Energy, levels: int, z: Tensor) -> Floats:
@@ -33,30 +40,21 @@ def profiles(energy: Energy, levels: int, z: Tensor) -> Floats:
 
 
 def features(network: Any, levels: int, z: Tensor) -> Floats:
-    """`ResNet.features` of standardised points at levels 0 and T / 2, one after the other, (n, 2 channels)."""
+    """`ResNet.features` of standardised points at level 0, (n, p)."""
     with torch.no_grad():
-        parts = [network.features(z, torch.full((len(z),), level, device=z.device)) for level in (0, (levels - 1) // 2)]
-    return torch.cat(parts, 1).double().cpu().numpy()
-
-
-SAID: dict[str, Callable[[Any, int, Tensor], Floats]] = {"features": features, "profile": profiles}
-"""What a network of so many levels says of points; scores of these names are how far that is from a `Law`."""
-
-
-def kinds(network: Any) -> list[str]:
-    """Those of `SAID` that a network can say: only residual networks have features."""
-    return [name for name in SAID if name != "features" or hasattr(network, "features")]
+        said = network.features(z, torch.zeros(len(z), dtype=torch.long, device=z.device))
+    return said.double().cpu().numpy()  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, eq=False)
-class Law:
+class Gaussian:
     """Mean (p,) and precision (p, p) of what is said of normal points."""
 
     mean: Floats
     precision: Floats
 
     @classmethod
-    def of(cls, said: Floats) -> Law:
+    def of(cls, said: Floats) -> Gaussian:
         """Ledoit and Wolf's. It shrinks towards equal variances: energies and slopes are put on one scale first."""
         from sklearn.covariance import LedoitWolf  # its import takes as long as all the rest
 
@@ -68,19 +66,108 @@ class Law:
     def score(self, said: Floats) -> Floats:
         """Minus the squared Mahalanobis distance: larger is more normal."""
         away = said - self.mean
-        # Not a product of matrices: a row's score must not depend on the rows beside it, not even in the last digit.
-        score: Floats = -np.einsum("nj,nj->n", np.einsum("ni,ij->nj", away, self.precision), away)
+        score: Floats = -np.einsum("nj,nj->n", _product(away, self.precision), away)
         return score
+
+
+@dataclass(frozen=True, eq=False)
+class Mixture:
+    """Normal points are of several kinds, each a Gaussian in principal components of what is said of all.
+
+    ``mean`` (p,) and ``axes`` (p, d): the components; a last coordinate is the log of what is left of a row beside
+    them. ``middle`` and ``scale`` (d + 1,) standardise these, ``centres`` (k, d + 1) are the kinds' means and ``roots``
+    (k, d + 1, d + 1) those of their precisions, R R^T. ``offsets`` (k,) are log determinants of their covariances less
+    twice the logs of their shares.
+    """
+
+    mean: Floats
+    axes: Floats
+    middle: Floats
+    scale: Floats
+    centres: Floats
+    roots: Floats
+    offsets: Floats
+
+    @classmethod
+    def of(cls, said: Floats) -> Mixture:
+        """Kinds by k-means. Each has the covariance of its own points and, as so many more of them, that of all."""
+        from sklearn.cluster import KMeans
+
+        mean = said.mean(0)
+        spread, axis = np.linalg.eigh(np.cov(said.T))  # ascending
+        count = int(np.clip(len(said) // ROWS_PER_AXIS, 1, min(AXES, (spread > LEAST_SPREAD * spread[-1]).sum())))
+        axes = axis[:, -count:]
+        places = _places(said - mean, axes)
+        middle, scale = places.mean(0), places.std(0)
+        scale[scale == 0] = 1.0
+        white = (places - middle) / scale
+        kinds = int(np.clip(len(said) // ROWS_PER_KIND, 1, KINDS))
+        kind = KMeans(kinds, n_init=3, random_state=0).fit_predict(white)
+        sizes = np.bincount(kind, minlength=kinds)
+        centres = np.stack([white[kind == k].mean(0) for k in range(kinds)])
+        away = white - centres[kind]
+        spreads = np.stack([away[kind == k].T @ away[kind == k] for k in range(kinds)]) + PRIOR_ROWS * np.eye(count + 1)
+        spreads /= (sizes + PRIOR_ROWS)[:, None, None]
+        offsets = np.linalg.slogdet(spreads)[1] - 2 * np.log(sizes / len(said))
+        return cls(mean, axes, middle, scale, centres, np.linalg.cholesky(np.linalg.inv(spreads)), offsets)
+
+    def score(self, said: Floats) -> Floats:
+        """Twice the log density at the likeliest kind, up to a constant: larger is more normal."""
+        white = (_places(said - self.mean, self.axes) - self.middle) / self.scale
+        distances = [
+            np.square(_product(white - centre, root)).sum(1) + offset
+            for centre, root, offset in zip(self.centres, self.roots, self.offsets, strict=True)
+        ]
+        score: Floats = -np.stack(distances, 1).min(1)
+        return score
+
+
+def _places(away: Floats, axes: Floats) -> Floats:
+    """Coordinates along the axes, and the log of the squared length of the rest."""
+    along = _product(away, axes)
+    rest = np.square(away - _product(along, axes.T)).sum(1)
+    return np.concatenate([along, np.log(rest + LEAST_REST)[:, None]], 1)
+
+
+def _product(rows: Floats, matrix: Floats) -> Floats:
+    """No product of matrices: a row's score must not depend on the rows beside it, not even in the last digit."""
+    result: Floats = np.einsum("ni,ij->nj", rows, matrix)
+    return result
+
+
+Law = Gaussian | Mixture
+
+
+class Said(NamedTuple):
+    """What a network of so many levels says of points, and what kind of law that has for normal ones."""
+
+    say: Callable[[Any, int, Tensor], Floats]
+    law: type[Law]
+
+
+SAID = {"features": Said(features, Mixture), "profile": Said(profiles, Gaussian)}
+"""Scores of these names are how normal that is by its law."""
+
+
+def kinds(network: Any) -> list[str]:
+    """Those of `SAID` that a network can say: only residual networks have features."""
+    return [name for name in SAID if name != "features" or hasattr(network, "features")]
 
 
 def law_tensors(laws: Mapping[str, Law]) -> dict[str, Tensor]:
     """To be saved with a model."""
-    parts = {f"law.{name}.{part}": getattr(law, part) for name, law in laws.items() for part in ("mean", "precision")}
-    return {key: torch.from_numpy(value) for key, value in parts.items()}
+    return {
+        f"law.{name}.{part.name}": torch.from_numpy(getattr(law, part.name))
+        for name, law in laws.items()
+        for part in fields(law)
+    }
 
 
 def laws_in(tensors: Mapping[str, Tensor]) -> dict[str, Law]:
     """Those that were saved with a model."""
     array = {key: value.double().numpy() for key, value in tensors.items() if key.startswith("law.")}
-    names = [name for name in SAID if f"law.{name}.mean" in array]
-    return {name: Law(array[f"law.{name}.mean"], array[f"law.{name}.precision"]) for name in names}
+    return {
+        name: row.law(*(array[f"law.{name}.{part.name}"] for part in fields(row.law)))
+        for name, row in SAID.items()
+        if f"law.{name}.mean" in array
+    }

@@ -190,14 +190,19 @@ class ResNet(nn.Module):
         return h, convolve(self.blocks[0].first, F.silu(h), self.arithmetic)
 
     def features(self, x: Tensor, t: Tensor) -> Tensor:
-        """What the energy of a level is a linear function of, (n, channels)."""
-        return self._pooled(*self._shared(x), self._levels(t)[:-1])
+        """The last map, from which the energy is summed up, as a direction: (n, channels * height * width).
+
+        Its length is mostly the contrast of an image.
+        """
+        last = self._last(*self._shared(x), self._levels(t)[:-1]).flatten(1)
+        return F.normalize(last)
 
     def _rest(self, h: Tensor, c: Tensor, level: list[Tensor]) -> Tensor:
         *shifts, head = level
-        return -(self._pooled(h, c, shifts) * head).sum(1)
+        pooled = F.silu(self._last(h, c, shifts)).flatten(2).sum(2, dtype=head.dtype)
+        return -(pooled * head).sum(1)
 
-    def _pooled(self, h: Tensor, c: Tensor, shifts: list[Tensor]) -> Tensor:
+    def _last(self, h: Tensor, c: Tensor, shifts: list[Tensor]) -> Tensor:
         for i, (block, shift) in enumerate(zip(self.blocks, shifts, strict=True)):
             if i and i % self.depth == 0:
                 h = F.avg_pool2d(h, 2)
@@ -205,7 +210,7 @@ class ResNet(nn.Module):
                 c = convolve(block.first, F.silu(h), self.arithmetic)
             c = convolve(block.second, F.silu(c + shift.to(c.dtype)), self.arithmetic)
             h = c + (h.to(c.dtype) if block.skip is None else convolve(block.skip, h, self.arithmetic))
-        return F.silu(h).flatten(2).sum(2, dtype=self.head.weight.dtype)
+        return h
 
 
 def _own(t: Tensor, levels: int) -> Tensor:

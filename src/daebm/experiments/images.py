@@ -48,7 +48,7 @@ PAPER_LEVELS: dict[str, Any] = {"ladder": "paper", "top": 50, "delta_first": 0.0
 PAPER: dict[str, Any] = (
     PAPER_LEVELS
     | {"dequantise": True, "learning_rate": 1e-5, "bursts": 1, "label_move": "full"}
-    | {"step_size": 0.1, "adapt_every": 100, "reject_from": 6000}
+    | {"step_size": 0.1, "adapt_every": 100, "reject_from": 6000, "precision": "drafted"}
 )
 # The floor is .1 in data units, over Fashion-MNIST's sd of .71: labels travel over 55 levels, not 84 as with .03. Level
 # T must overlap the noise that samples start from: with a last variance of .95 by .05 only, with .99 by .41.
