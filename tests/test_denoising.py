@@ -11,7 +11,7 @@ from daebm import Config, Dataset, Ladder, denoising, engine, levels
 from daebm.denoising import chainless_loss, denoising_loss, draw_labelled, draw_noisy, label_loss, ordering_loss
 from daebm.errors import InputError
 from daebm.ladder import per_chain
-from daebm.levels import balance_levels, settle
+from daebm.levels import balance_levels, deserted, settle
 from daebm.resnet import LevelResNet
 from daebm.samplers.mgms import Energy, blocks
 from daebm.spacing import level_balance, neighbour_acceptance
@@ -356,6 +356,16 @@ def test_a_crowded_level_is_raised() -> None:
     shares, nats = counts / 600 - 1, sum(nats for _part, nats in levels.HISTOGRAM)
     for change in constants:
         torch.testing.assert_close(change, 0.5 * nats * (shares - shares[0]), rtol=1e-4, atol=1e-4)
+
+
+def test_deserted_levels_are_said() -> None:
+    """400 chains on 68 levels: 13 levels around one should have 76, and 7 at an end 41. Chance leaves none empty."""
+    everywhere = torch.arange(400) * 68 // 400
+    assert deserted(everywhere, 68) == []
+    (sentence,) = deserted(everywhere.clamp(max=33), 68)
+    assert sentence.startswith("no chain is near levels 40 to 67 (of 0 to 67)") and "relate" in sentence
+    assert deserted(everywhere.clamp(max=61), 68) == []  # the last ones have neighbours
+    assert deserted(torch.zeros(100, dtype=torch.long), 68) == []  # too few to tell
 
 
 def test_known_shifts_are_taken_back_exactly() -> None:

@@ -172,6 +172,23 @@ def test_gradients_are_counted_right(config: Config, bursts: int):
     assert rows == 3 * config.gradients_per_iteration * config.batch == config.gradients(3)
 
 
+def test_a_run_says_that_levels_are_deserted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """At checkpoints while chains persist; those that start as noise have half of the run to come down."""
+    monkeypatch.setattr(training, "deserted", lambda t, levels: [f"no chain is near some of {levels}"])
+    events: list[dict[str, Any]] = []
+
+    def report(metrics: dict[str, Any]) -> None:
+        events.extend([metrics] if "event" in metrics else [])
+
+    settings = {"iterations": 8, "checkpoint_every": 2, "denoise": 3, "floor": 0.1}
+    train(small("da", **settings), DATA, tmp_path, report=report)
+    assert [(event["iteration"], event["event"]) for event in events] == [(4, "labels"), (6, "labels"), (8, "labels")]
+    assert (tmp_path / "metrics.jsonl").read_text().count("no chain is near some of") == 3
+    events.clear()
+    train(small("da", start="noise", **settings), DATA, report=report)
+    assert [event["iteration"] for event in events] == [6, 8]
+
+
 def test_anchors_stay_at_level_0_and_take_all_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside the chains that travel, with as many data points at their level; all of them at every iteration."""
     config = small("da", anchors=6, bursts=2)

@@ -22,6 +22,7 @@ BALANCED = 8192  # at most so many chains are looked at
 # The number around a level is that in a share of the ladder to each side of it: a tenth, which few chains know well,
 # and a fortieth, for the lowest levels keep chains for longer than those next to them.
 HISTOGRAM = ((10, 3.0), (40, 1.0))  # levels over the window, nats
+DESERTED = 20  # chains that should be around a level, at its narrowest at an end of the ladder, when none is
 SETTLE_CHAINS = 32  # per level
 SETTLE_ROUNDS, SETTLE_STEPS = 20, 10  # an adaptation of steps and gains each; the second half is measured
 GAIN_SHARE = 1.5  # of half a Newton step, a round
@@ -45,6 +46,23 @@ def balance_levels(setup: Setup, x: Tensor, t: Tensor, share: float = 1.0) -> No
             around = (distance <= len(levels) // part).to(constant)
             excess = (around @ count) / around.sum(1)
             constant += share * nats * (excess - excess[0])
+
+
+def deserted(t: Tensor, levels: int) -> list[str]:
+    """A sentence if there is no chain around some levels, where by their number there should be twenty.
+
+    By chance that would happen once in e^20 times. Chains that never get there learn nothing there.
+    """
+    radius = levels // HISTOGRAM[0][0]
+    count = torch.bincount(t, minlength=levels).double().cpu()
+    padded = torch.nn.functional.pad(count, (radius, radius)).unfold(0, 2 * radius + 1, 1).sum(1)
+    empty = (padded == 0).nonzero().flatten().tolist()
+    if not empty or len(t) * (radius + 1) < DESERTED * levels:
+        return []
+    return [
+        f"no chain is near levels {empty[0]} to {empty[-1]} (of 0 to {levels - 1}): labels do not travel there, and these "
+        "levels are not learned; a higher floor or more iterations of relate help"
+    ]
 
 
 def settle(setup: Setup) -> None:

@@ -186,7 +186,10 @@ class ResNet(nn.Module):
         height, width = x.shape[2] - 2, x.shape[3] - 2
         near = [x[:, :, i : i + height, j : j + width] for i in range(3) for j in range(3)]
         near_rows = torch.stack(near, dim=4).permute(0, 2, 3, 1, 4).flatten(3)  # (n, height, width, 9 channels)
-        h = F.linear(near_rows, self.stem.weight.flatten(1), self.stem.bias).permute(0, 3, 1, 2)
+        weight, bias = eleven_bits(self.stem.weight).flatten(1), cast(Tensor, self.stem.bias)
+        if self.blocks[0].first.weight.dtype == torch.float16:  # of a draft, whose maps all have 16 bits
+            near_rows, weight, bias = *_halves(near_rows, weight), bias.half()
+        h = F.linear(near_rows, weight, bias).permute(0, 3, 1, 2)
         return h, convolve(self.blocks[0].first, F.silu(h), self.arithmetic)
 
     def features(self, x: Tensor, t: Tensor) -> Tensor:
@@ -211,6 +214,14 @@ class ResNet(nn.Module):
             c = convolve(block.second, F.silu(c + shift.to(c.dtype)), self.arithmetic)
             h = c + (h.to(c.dtype) if block.skip is None else convolve(block.skip, h, self.arithmetic))
         return h
+
+
+def _halves(rows: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Float16 factors of rows @ weight.T that see every pixel unrounded: two numbers of 11 bits beside each other."""
+    high = rows.half()
+    unused = -2 * rows.shape[-1] % 8  # tensor cores take multiples of 8
+    two = torch.cat([high, (rows - high).half()], -1), torch.cat([weight, weight], 1).half()
+    return F.pad(two[0], [0, unused]), F.pad(two[1], [0, unused])
 
 
 def _own(t: Tensor, levels: int) -> Tensor:

@@ -254,7 +254,7 @@ class _Log:
             self.writer = _summary_writer()(str(tensorboard_folder / "tensorboard"))
 
     def __call__(self, metrics: dict[str, Any]) -> None:
-        if metrics.get("event") == "precision":
+        if metrics.get("event") in ("precision", "labels"):
             self.bar.write(metrics["reason"], file=sys.stderr)
         elif "event" in metrics:
             self.bar.write(

@@ -19,7 +19,7 @@ from daebm.engine import Engine
 from daebm.errors import DivergenceError, InputError
 from daebm.guard import MEASURES, MetricsLog, bad_weights, trouble
 from daebm.ladder import Ladder
-from daebm.levels import balance_levels, settle
+from daebm.levels import balance_levels, deserted, settle
 from daebm.methods import Negatives, Transition, draw_negatives, method
 from daebm.precision import settle_precision
 from daebm.samplers.langevin import KERNELS
@@ -99,14 +99,14 @@ def train(
         saved.save(state)
     metrics_file = None if folder is None else MetricsLog(folder / "metrics.jsonl", state.iteration)
 
-    def say_refused(reasons: list[str]) -> None:
+    def say(kind: str, reasons: list[str]) -> None:
         for reason in reasons:
-            event = {"iteration": state.iteration, "event": "precision", "reason": reason}
+            event = {"iteration": state.iteration, "event": kind, "reason": reason}
             report(event)
             if metrics_file is not None:
                 metrics_file.write(event)
 
-    say_refused(refused)
+    say("precision", refused)
     clock = time.perf_counter()
     check_every = config.log_every if config.device == "cuda" else 1  # reading from a GPU stops it
     unread: list[Tensor] = []
@@ -156,7 +156,11 @@ def train(
             if metrics_file is not None:
                 metrics_file.write(metrics)
         if due:
-            say_refused(check_precision(setup))
+            say("precision", check_precision(setup))
+            # Chains that start as noise take their time to come down.
+            due_there = config.warm if config.start == "data" else (config.warm + config.iterations) // 2
+            if config.method == "da" and state.iteration > due_there:
+                say("labels", deserted(state.chains.t, setup.ladder.levels))
             saved.save(state)
             if stop(state, setup.ladder):
                 break
