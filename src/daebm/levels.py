@@ -60,8 +60,8 @@ def deserted(t: Tensor, levels: int) -> list[str]:
     if not empty or len(t) * (radius + 1) < DESERTED * levels:
         return []
     return [
-        f"no chain is near levels {empty[0]} to {empty[-1]} (of 0 to {levels - 1}): labels do not travel there, and these "
-        "levels are not learned; a higher floor or more iterations of relate help"
+        f"no chain is near levels {empty[0]} to {empty[-1]} (of 0 to {levels - 1}): labels do not travel there, and "
+        "these levels are not learned; a higher floor or more iterations of relate help"
     ]
 
 
