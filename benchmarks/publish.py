@@ -22,7 +22,7 @@ from daebm.experiments.images import HELD_OUT
 from daebm.fitting import normalise_trained
 from daebm.images import load_images
 from daebm.model import Model
-from daebm.profile import SAID, Law
+from daebm.profile import LAW_ROWS, SAID, Law
 from daebm.sampling import Drawn
 from daebm.state import read_state
 from daebm.units import Units
@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("run", type=Path)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--images", type=int, default=detection.LAW_IMAGES, help="of each part; few for a trial")
+    parser.add_argument("--images", type=int, default=LAW_ROWS, help="of each part; few for a trial")
     args = parser.parse_args()
     model = load(args.run).to(args.device)
     name = model.config.experiment
@@ -67,7 +67,7 @@ def main() -> None:
             value.copy_(value.half())
     train, _labels = load_images(name, "train")
     held = train[-HELD_OUT:][: args.images].astype(np.float64)
-    train = train[: min(args.images, detection.LAW_IMAGES)]
+    train = train[: min(args.images, LAW_ROWS)]
     laws = {kind: rounded(detection.fit_law(kind, model, train)) for kind in SAID}
 
     state, facts = read_state(args.run)
@@ -107,7 +107,7 @@ def main() -> None:
     checkpoint.write(args.folder, "model", tensors, everything | {"seconds": facts["seconds"]})
     said = {"log_normaliser": [found.value, found.error], "gap": gap, "round_trips": trips}
     print(json.dumps(said | {path.name: path.stat().st_size for path in args.folder.iterdir()}))
-    for kind in detector.calibration_ if args.images >= detection.LAW_IMAGES else ():
+    for kind in detector.calibration_ if args.images >= LAW_ROWS else ():
         detector.score_by = kind
         flagged = [float((detector.predict(part[:2000]) < 0).mean()) for part in (images.astype(np.float64),)]
         print(json.dumps({"score": kind, "false alarms of 2,000 test images": flagged[0]}), flush=True)

@@ -191,8 +191,10 @@ def test_a_run_says_that_levels_are_deserted(monkeypatch: pytest.MonkeyPatch, tm
 
 def test_anchors_stay_at_level_0_and_take_all_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside the chains that travel, with as many data points at their level; all of them at every iteration."""
-    config = small("da", anchors=6, bursts=2)
+    config = small("da", anchors=6, bursts=2, floor=0.1)
     state, seen, rows = begun(config), [], 0
+    distance = torch.cdist(state.anchors.flatten(1), DATA.standardise(DATA.train).flatten(1))
+    assert len(distance.argmin(1).unique()) > 2 and bool((distance.min(1).values > 0).all())  # points with noise
     real = Engine.stay
 
     def stay(engine: Engine, kernel: Any) -> Any:

@@ -150,6 +150,8 @@ class Config:
                 "label_move=carry and relate carry x between levels: they need method=da and network=level-mlp or "
                 "level-resnet"
             )
+        if self.precision == "drafted" and (row.name, self.kernel) != ("da", "mala"):
+            raise InputError("precision=drafted corrects whole bursts: it needs method=da and kernel=mala")
         _require(self, "overlap", 0 < self.overlap < 1, "between 0 and 1")
         _require(self, "seed", self.seed < 2**62, "below 2**62")
         _require(self, "block", self.block >= 2, "at least 2")

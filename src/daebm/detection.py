@@ -17,11 +17,10 @@ from matplotlib.figure import Figure
 from daebm import checkpoint
 from daebm.images import load_images
 from daebm.model import Model
-from daebm.profile import SAID, Law, laws_in
+from daebm.profile import LAW_ROWS, SAID, Law, laws_in
 from daebm.units import Floats
 
 SETS = ("fashion-mnist", "mnist", "emnist-letters", "kmnist")
-LAW_IMAGES = 10_000  # training images, the first ones, that a law is of
 COMPONENTS = 50
 NEIGHBOURS, NEIGHBOUR_IMAGES = 5, 10_000
 GAUSSIAN_FLOOR = 0.3  # sd of the noise that the one Gaussian is given, in units of [-1, 1]
@@ -34,7 +33,7 @@ Score = Callable[[Images], Floats]
 
 
 def fit_law(name: str, model: Model, train: Images) -> Law:
-    return SAID[name].law.of(model.said(name, train[:LAW_IMAGES, None]))
+    return SAID[name].law.of(model.said(name, train[:LAW_ROWS, None]))
 
 
 def saved_laws(folder: Path) -> dict[str, Law]:

@@ -27,7 +27,7 @@ from daebm.data import Dataset
 from daebm.errors import CheckpointError, InputError
 from daebm.fitting import LARGEST_VALIDATION, Normalised, Watch, energies, normalise
 from daebm.model import SHIPPED, Model, assembled, model_folder
-from daebm.profile import SAID, Law, kinds, law_tensors, laws_in
+from daebm.profile import LAW_ROWS, SAID, Law, kinds, law_tensors, laws_in
 from daebm.training import train
 from daebm.units import Floats, Units
 
@@ -60,10 +60,11 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
     Parameters
     ----------
     score_by : "energy", "profile" or "features"
-        What `score_samples` returns: the log density at the data's level, or minus the squared Mahalanobis distance
-        (Ledoit-Wolf) from training rows of what the network says of a row: the energies and the logarithms of their
-        slopes at all noise levels, or the features that the energy is a sum of (residual networks only). Constant
-        columns with another value take off twice the nats then. (Not called ``score``: an attribute of that name would
+        What `score_samples` returns: the log density at the data's level, or how normal it is by training rows what the
+        network says of a row. ``profile``: minus the squared Mahalanobis distance (Ledoit-Wolf) of the energies and the
+        logarithms of their slopes at all noise levels. ``features``: twice the log density, up to a constant, of the
+        map that the energy is a sum of, by a mixture of Gaussians (residual networks only). Constant columns with
+        another value take off twice the nats then. (Not called ``score``: an attribute of that name would
         hide the method `score`, which `GridSearchCV` needs, and scikit-learn demands that attribute and parameter share
         their name.)
     fpr : float
@@ -92,7 +93,7 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
     noisy_ : log densities of the calibration rows with the floor's noise added, as the model's own draws have it
     drawn_ : log densities of draws of the model's own, by which its normalising constant was found
     examples_ : the eight least and the eight most normal calibration rows, sorted like their scores, of every kind
-    laws_ : mean and precision of what the network says of training rows, by kind of score
+    laws_ : what the network says of training rows, as a law (`daebm.profile`) for each kind of score
     history_ : a dictionary for every look during training: held-out log density, gap, acceptance, round trips
     """
 
@@ -148,7 +149,8 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
 
         self.history_, self.n_iter_, self.seed_ = watch.history, state.iteration, seed
         self._use(model, units)
-        laws = {kind: SAID[kind].law.of(self._said(kind, x[rows.train])) for kind in kinds(model.network)}
+        some = x[rows.train[:LAW_ROWS]]
+        laws = {kind: SAID[kind].law.of(self._said(kind, some)) for kind in kinds(model.network)}
         self._calibrate(found, laws, x[rows.validation], x[rows.calibration])
         for concern in self.concerns():
             warnings.warn(concern, ConvergenceWarning, stacklevel=3)
@@ -204,7 +206,7 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
         return self._log_density(self._validated(X))
 
     def score_samples(self, X: Any) -> Floats:
-        """Larger is more normal: the log density, or minus a squared distance, as ``score_by`` says."""
+        """Larger is more normal: the log density, or by what the network says besides, as ``score_by`` says."""
         check_is_fitted(self)
         return self._scores(self._validated(X), self.kind)
 

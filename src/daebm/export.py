@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from daebm.checkpoint import write_atomically
 from daebm.errors import InputError
-from daebm.resnet import LevelResNet, ResNet
+from daebm.resnet import LevelResNet, ResNet, eleven_bits
 from daebm.units import Units
 
 
@@ -60,6 +60,10 @@ class _InSingle(nn.Module):
     def __init__(self, inner: ResNet) -> None:
         super().__init__()
         self.inner = inner.float()
+        with torch.no_grad():
+            for part in self.inner.modules():
+                if isinstance(part, nn.Conv2d):
+                    part.weight.copy_(eleven_bits(part.weight))
 
     def at(self, t: Tensor) -> Callable[[Tensor], Tensor]:
         energy = self.inner.at(t)

@@ -22,7 +22,8 @@ from daebm.samplers.langevin import energy_and_gradient, init, mala, take_steps
 from daebm.samplers.mgms import carried_energies, draft_log_ratio, label_energies
 
 LIMIT = 0.01  # of either change; a 0.3-nat error moves the *mean* acceptance by .006 only, but a proposal's by .08
-LEAST_KEPT = 0.8  # of drafts at a level: fewer, and the steps that are undone cost more than coarse ones save
+LEAST_KEPT = 0.6  # of drafts: a step in 16 bits takes half of one in tf32x2, so with half of them undone nothing is won
+KNOWN = 20  # chains by which a level knows its own share of drafts kept; with fewer it has that of all
 FALLBACK = {"fp16": "tf32", "bf16": "tf32", "tf32": "tf32x2", "drafted": "tf32x2", "tf32x2": "fp32"}
 CHECK_CHAINS = 4096  # at most so many chains take part in a check
 CHECK_SEED = 40_000_003  # a stream of its own: looking must not change a run
@@ -32,7 +33,7 @@ LABELS = 8  # labels whose probabilities are compared, around the chain's own
 class PrecisionReport(NamedTuple):
     """Mean absolute change of the acceptance probability and total variation of the label draw, both (T + 1,).
 
-    ``kept`` is the probability of keeping a draft, by level; None where nothing is drafted.
+    ``kept`` is the probability of keeping a draft, by level (of all chains, where few are); None without drafts.
     """
 
     precision: str
@@ -68,8 +69,8 @@ def check_precision(
 ) -> PrecisionReport:
     """Compare ``precision`` with float32 on one proposal and one label draw of every chain (x, t).
 
-    Where steps are drafted the proposal is a burst of ``steps`` of them. Levels without chains report zero, and all
-    drafts kept. Leaves the network in ``precision``.
+    Where steps are drafted the proposal is a burst of ``steps`` of them. Levels without chains report zero. Leaves the
+    network in ``precision``.
     """
     levels = len(sigma)
     sums = torch.zeros(4, levels, dtype=torch.float64, device=x.device)
@@ -95,8 +96,9 @@ def check_precision(
         )
         sums.index_add_(1, t_now, changes.double())
     set_precision(network, precision)
-    acceptance, label, undone = (sums[:3] / sums[3].clamp(min=1)).cpu()
-    return PrecisionReport(precision, acceptance, label, 1 - undone if drafts(network) else None)
+    acceptance, label, undone = sums[:3] / sums[3].clamp(min=1)
+    undone = torch.where(sums[3] >= KNOWN, undone, sums[2].sum() / sums[3].sum())
+    return PrecisionReport(precision, acceptance.cpu(), label.cpu(), 1 - undone.cpu() if drafts(network) else None)
 
 
 def _accepted(log_r: Tensor) -> Tensor:

@@ -19,13 +19,15 @@ from daebm.samplers.langevin import energy_and_gradient
 from daebm.samplers.mgms import Energy, at_level
 from daebm.units import Floats
 
+LAW_ROWS = 10_000  # rows that a law is of, at most
 LEAST_SLOPE = 1e-12  # a point where U is flat has no logarithm of a slope
 # Of a mixture, chosen on strangers that were made of normal images (benchmarks/strangers.py); 50 to 100 axes, 20 to 40
 # kinds and 10 to 100 rows are all alike.
 AXES, KINDS = 100, 20  # at most
 ROWS_PER_AXIS, ROWS_PER_KIND = 10, 500
 PRIOR_ROWS = 100
-LEAST_SPREAD = 1e-9  # of an axis, relative to the largest: less is rounding
+LEAST_SCALE = 1e-9  # of a coordinate, relative to its size
+EXACT_COLUMNS = 4096  # up to so many, axes are exact; a covariance of more would take gigabytes
 LEAST_REST = 1e-12  # of directions, whose squares add up to 1
 
 
@@ -92,21 +94,26 @@ class Mixture:
     def of(cls, said: Floats) -> Mixture:
         """Kinds by k-means. Each has the covariance of its own points and, as so many more of them, that of all."""
         from sklearn.cluster import KMeans
+        from sklearn.decomposition import PCA
 
-        mean = said.mean(0)
-        spread, axis = np.linalg.eigh(np.cov(said.T))  # ascending
-        count = int(np.clip(len(said) // ROWS_PER_AXIS, 1, min(AXES, (spread > LEAST_SPREAD * spread[-1]).sum())))
-        axes = axis[:, -count:]
+        most = min(AXES, len(said) // ROWS_PER_AXIS, said.shape[1])
+        solver = "covariance_eigh" if said.shape[1] <= EXACT_COLUMNS else "randomized"
+        found = PCA(max(1, most), svd_solver=solver, random_state=0).fit(said)
+        mean, axes = found.mean_, np.ascontiguousarray(found.components_.T)
         places = _places(said - mean, axes)
         middle, scale = places.mean(0), places.std(0)
-        scale[scale == 0] = 1.0
+        scale[scale < LEAST_SCALE * np.maximum(1.0, np.abs(middle))] = 1.0  # of a constant one rounding is left
         white = (places - middle) / scale
-        kinds = int(np.clip(len(said) // ROWS_PER_KIND, 1, KINDS))
-        kind = KMeans(kinds, n_init=3, random_state=0).fit_predict(white)
-        sizes = np.bincount(kind, minlength=kinds)
+        wanted = int(np.clip(len(said) // ROWS_PER_KIND, 1, KINDS))
+        kind = KMeans(wanted, n_init=3, random_state=0).fit_predict(white)
+        kind = np.unique(kind, return_inverse=True)[1]  # some are empty where rows repeat
+        sizes = np.bincount(kind)
+        kinds = len(sizes)
         centres = np.stack([white[kind == k].mean(0) for k in range(kinds)])
         away = white - centres[kind]
-        spreads = np.stack([away[kind == k].T @ away[kind == k] for k in range(kinds)]) + PRIOR_ROWS * np.eye(count + 1)
+        spreads = np.stack([away[kind == k].T @ away[kind == k] for k in range(kinds)]) + PRIOR_ROWS * np.eye(
+            len(middle)
+        )
         spreads /= (sizes + PRIOR_ROWS)[:, None, None]
         offsets = np.linalg.slogdet(spreads)[1] - 2 * np.log(sizes / len(said))
         return cls(mean, axes, middle, scale, centres, np.linalg.cholesky(np.linalg.inv(spreads)), offsets)
@@ -169,5 +176,5 @@ def laws_in(tensors: Mapping[str, Tensor]) -> dict[str, Law]:
     return {
         name: row.law(*(array[f"law.{name}.{part.name}"] for part in fields(row.law)))
         for name, row in SAID.items()
-        if f"law.{name}.mean" in array
+        if all(f"law.{name}.{part.name}" in array for part in fields(row.law))  # else by another version
     }

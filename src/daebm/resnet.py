@@ -29,25 +29,25 @@ HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 def eleven_bits(weight: Tensor) -> Tensor:
     """The nearest numbers with as many bits as TF32 and float16 have; the gradient is that of the weights themselves.
 
-    So no arithmetic rounds a weight again, and half precision on disk is the same energy.
+    So neither TF32 nor float16 rounds a weight again, nor does a file in half precision (but those below 2^-14).
     """
-    if weight.dtype != torch.float32:
+    if torch.compiler.is_exporting():  # other runtimes know no bits: whoever exports has rounded
         return weight
     exact = weight.detach()
-    near = ((exact.view(torch.int32) + (1 << 12)) & -(1 << 13)).view(torch.float32)
-    return weight + (near - exact)
+    near = ((exact.float().view(torch.int32) + (1 << 12)) & -(1 << 13)).view(torch.float32)
+    return weight + (near.to(exact.dtype) - exact)
 
 
 def convolve(layer: nn.Conv2d, x: Tensor, precision: str) -> Tensor:
     """``layer(x)`` in float32 for fp32 and tf32 (PyTorch's switch for the process), or with products in 16 bits.
 
-    Weights have 11 bits in all of them. With tf32x2 x is two numbers of 11 bits, and the small one a cheap second
-    product: then nothing is rounded that energies would feel. The slope is left to the first product: Metropolis is
-    exact for any drift.
+    Weights have 11 bits in all of them but bf16, which has 8. With tf32x2 x is two numbers of 11 bits, and the small
+    one a cheap second product: then nothing is rounded that energies would feel. The slope is left to the first
+    product: Metropolis is exact for any drift.
 
     ``drafted`` is tf32x2 wherever no `Draft` stands in. A layer whose weights are in 16 bits is one: its maps are too.
     """
-    if layer.weight.dtype.itemsize == 2:
+    if layer.weight.dtype == torch.float16:
         return cast(Tensor, layer(x.to(layer.weight.dtype)))
     weight, bias = eleven_bits(layer.weight), cast(Tensor, layer.bias)
     if precision in HALF:
@@ -97,15 +97,14 @@ class Draft:
             if hasattr(part, "coarsen"):
                 cast(Block, part).coarsen()
         pairs = zip(self.network.parameters(), network.parameters(), strict=True)
-        own = [(mine, theirs) for mine, theirs in pairs if mine is not theirs]
-        self.mine, self.theirs = [mine for mine, _theirs in own], [theirs.detach() for _mine, theirs in own]
+        self.own = [(mine, theirs) for mine, theirs in pairs if mine is not theirs]
 
     def __call__(self, x: Tensor, t: Tensor) -> Tensor:
         return self.at(t)(x)
 
     def at(self, t: Tensor) -> Callable[[Tensor], Tensor]:
-        for mine, theirs in zip(self.mine, self.theirs, strict=True):
-            mine.copy_(theirs)
+        for mine, theirs in self.own:
+            mine.copy_(theirs.detach())
         return at_level(self.network, t)
 
 

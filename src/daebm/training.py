@@ -237,7 +237,7 @@ def step(setup: Setup) -> Tensor:
         if rejecting and config.kernel == "mala":  # an unadjusted step says nothing of its size
             state.steps.record(burst.level, burst.steps.accept_prob)
         state.nonfinite += (burst.steps.nonfinite.sum() + burst.label_nonfinite.sum()).long()
-    acceptance = torch.cat([burst.steps.accept_prob for burst in negatives.bursts]).mean()
+    acceptance = torch.cat([burst.steps.accept_prob * burst.kept for burst in negatives.bursts]).mean()
 
     # With level_rate the data take the chains' levels, so that no difference between levels is in the gap: neither its
     # value nor its gradient is noisy by how many of either happen to be at which level. The masses of the levels are

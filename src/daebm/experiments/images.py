@@ -249,13 +249,24 @@ def _chain_error(values: Tensor, chain: Tensor) -> float:
 
 
 def precision_changes(trained: Trained, walked: Walk) -> Summary:
-    """What each arithmetic would change at its worst level on the trained model: acceptance, label probabilities."""
+    """What each arithmetic would change at its worst level on the trained model: acceptance, label probabilities.
+
+    And the share of bursts that are kept there, where they are drafted.
+    """
     network, changes = trained.model.network, {}
     for precision in PRECISIONS if trained.model.device.type == "cuda" else ():
         report = check_precision(
-            network, precision, walked.x[-CHECKED:], walked.t[-CHECKED:], trained.model.sigma, trained.generator
+            network,
+            precision,
+            walked.x[-CHECKED:],
+            walked.t[-CHECKED:],
+            trained.model.sigma,
+            trained.generator,
+            steps=trained.config.steps,
         )
         changes[precision] = [float(report.acceptance.max()), float(report.labels.max())]
+        if report.kept is not None:
+            changes[precision].append(float(report.kept.min()))
     set_precision(network, trained.precision)
     return {"precision_changes": changes} if changes else {}
 

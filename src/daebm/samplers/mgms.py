@@ -216,10 +216,13 @@ def transition(
 
     Costs steps + 1 gradients, and the forwards of the label move. Without ``check`` nothing is read back from the
     device, so that the whole can be captured in a graph. With a ``draft``, a cheaper energy close to this one, the
-    steps are those of the draft, and are kept or undone together (`keep`): still exact, for a kernel that is.
+    steps are those of the draft, and are kept or undone together (`keep`), for two forwards more: still exact, for a
+    kernel that is.
     """
     if check:
         _check(sigma, t, steps)
+    if draft is not None and not x.is_cuda:
+        compile = False  # there only the steps would be compiled, and the draft's energy at the start another function
     here = at_level(energy if draft is None else draft, t)
     start = langevin.init(here, x, compile)
     end, info = langevin.take_steps(kernel, here, start, sigma[t].to(x.dtype), steps, generator, compile)
@@ -243,8 +246,8 @@ def keep(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Where chains are after a draft was kept or undone, the probability of keeping it, and what was not finite.
 
-    Steps that are reversible for exp(-D) are so in a row, which makes exp(-D(x)) / exp(-D(y)) the ratio of the two
-    directions, and a Metropolis decision on the whole row exact for exp(-U) (Liu's surrogate transition method).
+    Equal steps that are reversible for exp(-D) are so in a row, which makes exp(-D(x)) / exp(-D(y)) the ratio of the
+    two directions, and a Metropolis decision on the whole row exact for exp(-U) (Liu's surrogate transition method).
     """
     log_r = draft_log_ratio(energy, t, start, end)
     log_u = langevin.log_uniform(len(t), log_r, generator)
