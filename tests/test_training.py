@@ -76,7 +76,6 @@ def tensors_of(state: TrainingState) -> dict[str, Tensor]:
     for index, entries in state.optimiser.state_dict()["state"].items():
         parts |= {f"optimiser.{index}.{k}": torch.as_tensor(v) for k, v in entries.items()}
     parts |= {f"chains.{k}": getattr(state.chains, k) for k in ("x", "t", "stage", "trips")}
-    parts["anchors"] = state.anchors
     parts |= {f"steps.{k}": getattr(state.steps, k) for k in ("sigma", "total", "count")}
     numbers = torch.tensor([state.iteration, state.cursor, state.rate_scale, state.rollbacks, state.nonfinite])
     return parts | {"generator": state.generator.get_state(), "order": state.order, "numbers": numbers}
@@ -187,45 +186,6 @@ def test_a_run_says_that_levels_are_deserted(monkeypatch: pytest.MonkeyPatch, tm
     events.clear()
     train(small("da", start="noise", **settings), DATA, report=report)
     assert [event["iteration"] for event in events] == [6, 8]
-
-
-def test_anchors_stay_at_level_0_and_take_all_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside the chains that travel, with as many data points at their level; all of them at every iteration."""
-    config = small("da", anchors=6, bursts=2, floor=0.1)
-    state, seen, rows = begun(config), [], 0
-    distance = torch.cdist(state.anchors.flatten(1), DATA.standardise(DATA.train).flatten(1))
-    assert len(distance.argmin(1).unique()) > 2 and bool((distance.min(1).values > 0).all())  # points with noise
-    real = Engine.stay
-
-    def stay(engine: Engine, kernel: Any) -> Any:
-        return lambda *inputs: seen.append(real(engine, kernel)(*inputs)) or seen[-1]
-
-    monkeypatch.setattr(Engine, "stay", stay)
-    batches = []
-    state.network.register_forward_pre_hook(lambda _module, inputs: batches.append(inputs))
-
-    def count(_module: nn.Module, inputs: tuple[Tensor, ...], _output: Tensor) -> None:
-        nonlocal rows
-        rows += len(inputs[0]) if inputs[0].requires_grad else 0
-
-    state.network.register_forward_hook(count)
-    for number in (1, 2, 3):
-        before = state.anchors.clone()
-        one_step(config, state)
-        x, t, info = seen[-1]
-        assert len(seen) == number and torch.equal(x, state.anchors) and not t.any() and not info.level.any()
-        assert (x != before).any(1).double().mean() > 0.5
-        (x_data, t_data), (x_chains, t_chains) = batches[-2:]  # of the loss
-        assert len(x_data) == len(x_chains) == config.batch + 6
-        assert not t_data[-6:].any() and not t_chains[-6:].any() and torch.equal(x_chains[-6:], state.anchors)
-    assert rows == config.gradients(3) == 3 * (16 * 2 * 4 + 6 * 7)
-
-
-def test_anchors_are_for_chains_that_travel() -> None:
-    with pytest.raises(InputError, match="anchors are chains that stay at level 0"):
-        small("persistent", anchors=3)
-    with pytest.raises(InputError, match="batch=16 and anchors=40 are more than the 50 training points"):
-        train(small("da", anchors=40), DATA)
 
 
 def test_moved_chains_go_back_to_their_slots(config: Config, monkeypatch: pytest.MonkeyPatch):
@@ -395,7 +355,6 @@ def test_ten_and_ten_are_twenty(config: Config, tmp_path: Path, last: int):
         {"label_move": "local"},
         {"label_move": "block", "block": 2},
         {"bursts": 2},
-        {"anchors": 5, "bursts": 2},
         {"start": "noise", "restart": 0.3},
         {"reject_from": 12},
         {"clip": 0.5, "energy_penalty": 0.1},

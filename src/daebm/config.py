@@ -77,7 +77,6 @@ class Config:
     block: int = 8  # labels per block
     store: int = 10_000
     start: str = "data"  # the store begins as diffused data or as noise
-    anchors: int = 0  # further chains (da) that stay at level 0, all moved every time: they see what long runs will see
     restart: float = -1.0  # probability of a fresh start from noise; -1 takes the method's own
     step_size: float = 0.1  # sigma of a plain EBM; with levels sigma_t is this times the level's noise sd
     adapt_every: int = 50  # iterations between step-size adaptations; 0 keeps the steps fixed
@@ -128,7 +127,6 @@ class Config:
             "denoise",
             "relate",
             "adapt_every",
-            "anchors",
             "reject_from",
             "maximum_rollbacks",
             "seed",
@@ -173,8 +171,6 @@ class Config:
             value = getattr(self, name)
             _require(self, name, value in choices, f"one of {', '.join(choices)}")
         _require(self, "iterations", self.iterations > self.warm, "more than denoise and relate together")
-        if self.anchors and row.name != "da":
-            raise InputError("anchors are chains that stay at level 0 while others travel: they need method=da")
         if row.start == "store" and self.store < self.batch:
             raise InputError(f"store={self.store} must hold at least batch={self.batch} chains")
 
@@ -196,8 +192,7 @@ class Config:
     def gradients(self, iteration: int) -> int:
         """Energy gradients up to an iteration; the warm starts take one for each point, if a costly one."""
         warm = min(iteration, self.warm)
-        anchored = self.anchors * (self.bursts * self.steps + 1)
-        return warm * self.batch + (iteration - warm) * (self.gradients_per_iteration * self.batch + anchored)
+        return (warm + (iteration - warm) * self.gradients_per_iteration) * self.batch
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

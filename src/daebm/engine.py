@@ -87,7 +87,7 @@ class Engine:
 
     def reset(self) -> None:
         """Forget what was recorded: graphs read weights where they lay and in the precision of then."""
-        self.transitions: dict[tuple[Kernel, mgms.LabelMove], Transition] = {}
+        self.transitions: dict[Kernel, Transition] = {}
         # Scores are learned by the energy without gains, which are there to undo what its errors do to chains.
         plain = getattr(self.network, "ungained", self.network)
         energy, score = self._compile(self.network), self._compile(partial(denoising_loss, plain))
@@ -121,25 +121,18 @@ class Engine:
 
     def transition(self, kernel: Kernel) -> Transition:
         """Algorithm 2 on the network, compiled and captured on a GPU."""
-        return self._built(kernel, self.move, self.config.steps)
+        if kernel not in self.transitions:
+            self.transitions[kernel] = self._build(kernel)
+        return self.transitions[kernel]
 
-    def stay(self, kernel: Kernel) -> Transition:
-        """As many steps as all bursts of an iteration have, without a label move."""
-        return self._built(kernel, mgms.stay, self.config.bursts * self.config.steps)
-
-    def _built(self, kernel: Kernel, label_move: mgms.LabelMove, steps: int) -> Transition:
-        if (kernel, label_move) not in self.transitions:
-            self.transitions[kernel, label_move] = self._build(kernel, label_move, steps)
-        return self.transitions[kernel, label_move]
-
-    def _build(self, kernel: Kernel, label_move: mgms.LabelMove, steps: int) -> Transition:
+    def _build(self, kernel: Kernel) -> Transition:
         labels = _CompiledLabels(self.network) if self.compiled else self.network
         # Only what Metropolis corrects step by step can be corrected as a whole.
         draft = Draft(self.network) if drafts(self.network) and kernel is langevin.mala else None
         energy = self.network if draft is None else labels
 
         def move(energy: Any, x: Tensor, t: Tensor, generator: torch.Generator | None) -> Any:
-            return label_move(labels, x, t, generator)
+            return self.move(labels, x, t, generator)
 
         def transition(x: Tensor, t: Tensor, sigma: Tensor) -> Any:
             return mgms.transition(
@@ -148,7 +141,7 @@ class Engine:
                 x,
                 t,
                 sigma,
-                steps,
+                self.config.steps,
                 move,
                 self.generator,
                 self.config.compile,

@@ -33,7 +33,6 @@ class TrainingState:
     optimiser: torch.optim.Optimizer
     average: dict[str, Tensor]  # averaged weights; empty when averaging is off
     chains: Chains
-    anchors: Tensor  # points (n, ...) of chains that stay at level 0; none unless the config asks for them
     steps: StepSizes
     generator: torch.Generator
     order: Tensor  # this epoch's permutation of the data
@@ -98,13 +97,11 @@ def start(config: Config, data: Tensor, ladder: Ladder, network: nn.Module | Non
         chains = Chains.from_data(config.store, data, ladder, generator)
     else:
         chains = Chains.from_noise(config.store, event, ladder, generator)
-    rows = torch.randint(len(data), (config.anchors,), generator=generator, device=device)
     return TrainingState(
         network=network,
         optimiser=optimiser(config, network, warm_start=config.warm > 0),
         average={k: v.detach().clone() for k, v in network.named_parameters()} if config.average else {},
         chains=chains,
-        anchors=ladder.diffuse(data[rows], torch.zeros_like(rows), generator),
         steps=StepSizes.start(
             initial_sigma(config, ladder).to(device),
             (config.step_minimum, config.step_maximum),
@@ -223,7 +220,6 @@ def _pack(state: TrainingState) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors[f"chains.{name}"] = getattr(state.chains, name)
     for name in ("sigma", "total", "count"):
         tensors[f"steps.{name}"] = getattr(state.steps, name)
-    tensors |= {"anchors": state.anchors} if len(state.anchors) else {}
     tensors["generator"] = state.generator.get_state()
     tensors["order"] = state.order
     return tensors, {name: getattr(state, name) for name in _FACTS} | {"nonfinite": int(state.nonfinite)}
@@ -242,8 +238,6 @@ def _unpack(state: TrainingState, tensors: dict[str, Tensor], facts: dict[str, A
     state.chains = Chains(**_part(tensors, "chains", device))
     for name, value in _part(tensors, "steps", device).items():
         setattr(state.steps, name, value)
-    if len(state.anchors):
-        state.anchors = tensors["anchors"].to(device)
     state.generator.set_state(tensors["generator"].cpu())
     state.order = tensors["order"].to(device)
     state.nonfinite.fill_(facts["nonfinite"])

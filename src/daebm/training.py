@@ -20,7 +20,7 @@ from daebm.errors import DivergenceError, InputError
 from daebm.guard import MEASURES, MetricsLog, bad_weights, trouble
 from daebm.ladder import Ladder
 from daebm.levels import balance_levels, deserted, settle
-from daebm.methods import Negatives, Transition, draw_negatives, method
+from daebm.methods import draw_negatives, method
 from daebm.precision import settle_precision
 from daebm.samplers.langevin import KERNELS
 from daebm.spacing import MINIMUM_NOISE_OVERLAP, noise_overlap
@@ -55,9 +55,8 @@ def begin(config: Config, dataset: Dataset, network: nn.Module | None = None) ->
     device = engine.check(config)
     points = dataset.standardise(dataset.train)
     check_finite(f"the training data of {dataset.name}", points)
-    if config.batch + config.anchors > len(points):
-        more = f" and anchors={config.anchors} are" if config.anchors else " is"
-        raise InputError(f"batch={config.batch}{more} more than the {len(points)} training points: lower it")
+    if config.batch > len(points):
+        raise InputError(f"batch={config.batch} is more than the {len(points)} training points: lower it")
     ladder = build_ladder(config, points)
     _check_overlap(config, ladder, points)
     if config.denoise and ladder.top == 0 and ladder.floor == 0:
@@ -206,10 +205,9 @@ def step(setup: Setup) -> Tensor:
     network, generator = state.network, state.generator
 
     # Data side (lines 3-4): points in shuffled order, levels uniform. DRL pairs level t with t + 1.
-    z = setup.points(_next_batch(state, len(setup.data), config.batch + config.anchors))
+    z = setup.points(_next_batch(state, len(setup.data), config.batch))
     highest = ladder.top - 1 if row.start == "partner" else ladder.top
     t_data = torch.randint(highest + 1, (len(z),), generator=generator, device=z.device)
-    t_data[config.batch :] = 0  # beside the anchors
     eps = torch.randn(z.shape, generator=generator, dtype=z.dtype, device=z.device)
     x_data = ladder.noised(z, t_data, eps)
     partner = ladder.diffuse_up(x_data, t_data, generator) if row.start == "partner" else x_data
@@ -225,19 +223,17 @@ def step(setup: Setup) -> Tensor:
             ladder,
             state.chains,
             state.steps.sigma,
-            x_data[: config.batch],
-            t_data[: config.batch],
-            partner[: config.batch],
+            x_data,
+            t_data,
+            partner,
             generator,
             setup.engine.transition(kernel),
         )
-        if config.anchors:
-            negatives = with_anchors(negatives, state, setup.engine.stay(kernel))
     for burst in negatives.bursts:
         if rejecting and config.kernel == "mala":  # an unadjusted step says nothing of its size
             state.steps.record(burst.level, burst.steps.accept_prob)
         state.nonfinite += (burst.steps.nonfinite.sum() + burst.label_nonfinite.sum()).long()
-    acceptance = torch.cat([burst.steps.accept_prob * burst.kept for burst in negatives.bursts]).mean()
+    acceptance = torch.stack([burst.steps.accept_prob * burst.kept for burst in negatives.bursts]).mean()
 
     # With level_rate the data take the chains' levels, so that no difference between levels is in the gap: neither its
     # value nor its gradient is noisy by how many of either happen to be at which level. The masses of the levels are
@@ -255,17 +251,6 @@ def step(setup: Setup) -> Tensor:
         if config.level_rate:
             balance_levels(setup, state.chains.x, state.chains.t, config.level_rate)
     return torch.stack([loss, gap, grad_norm, acceptance])
-
-
-def with_anchors(negatives: Negatives, state: TrainingState, stay: Transition) -> Negatives:
-    """The anchors moved on at level 0 and put beside the other chains.
-
-    A chain that travels is at level 0 for a moment. One that stays finds the holes of U(x, 0) that long runs will find.
-    """
-    level = torch.zeros(len(state.anchors), dtype=torch.long, device=state.anchors.device)
-    state.anchors, _level, moved = stay(state.anchors, level, state.steps.sigma)
-    x, t = torch.cat([negatives.x, state.anchors]), torch.cat([negatives.t, level])
-    return Negatives(x, t, [*negatives.bursts, moved])
 
 
 def denoise(setup: Setup) -> Tensor:
