@@ -26,6 +26,7 @@ from daebm.spacing import neighbour_acceptance
 
 HELD_OUT = 5000  # the last so many training images; the test split is for final results alone
 STORE_CHAINS = 1000  # at most so many of the store are moved on; bounds memory
+OWN_TRANSITIONS = 250  # in which a chain has not forgotten the image that it began from
 SNAPSHOTS = 20  # of the moving chains, over the second half of their way
 PER_LEVEL = 1000  # diffused held-out images whose energy stands for a level's
 ROWS = 500  # images per network evaluation; bounds memory
@@ -67,6 +68,7 @@ OURS: dict[str, Any] = (
     | {"denoise": 3000, "denoise_rate": 2e-3, "relate": 1200, "relate_rate": 1e-4}
     | {"iterations": 18_000, "learning_rate": 1e-5, "decay_start": 0.5, "level_rate": 0.3, "gain_rate": 5e-4}
     | {"average": 0.999, "step_size": 0.5, "adapt_every": 10, "checkpoint_every": 1000, "long_run_steps": 2000}
+    | {"post_transitions": 2000}  # a round trip takes thousands: with few, a level is known by those that are there now
 )
 # The plain EBMs and DRL on the same network, data and rate, with the paper's chains. Not tuned.
 OTHERS: dict[str, Any] = (
@@ -128,12 +130,12 @@ class Walk(NamedTuple):
     gradients: int
 
 
-def walk(trained: Trained, x: Tensor, t: Tensor) -> Walk:
-    """The config's ``post_transitions`` from (x, t) with frozen weights and steps; the first half is burn-in.
+def walk(trained: Trained, x: Tensor, t: Tensor, total: int) -> Walk:
+    """``total`` transitions from (x, t) with frozen weights and steps; the first half is burn-in.
 
     A training batch of chains at a time, so that on a GPU what was compiled for training serves here too.
     """
-    model, config, total = trained.model, trained.config, trained.config.post_transitions
+    model, config = trained.model, trained.config
     seen = StepSizes.start(model.sigma, (config.step_minimum, config.step_maximum), 1)  # its sums only: nothing adapts
     every = max(1, total // (2 * SNAPSHOTS))
     draws = []
@@ -220,7 +222,7 @@ def level_measures(trained: Trained, walked: Walk) -> Summary:
 
 
 def own_image_gap(trained: Trained) -> Summary:
-    """U of held-out images less U of the chains that began from them, level by level, after the config's transitions.
+    """U of held-out images less U of the chains that began from them, level by level, after `OWN_TRANSITIONS`.
 
     Energies of images differ by a hundred nats, so that a thousand chains know their gap to other images badly. A chain
     and its own image, diffused to the level where the chain is now, have most of that in common.
@@ -228,7 +230,8 @@ def own_image_gap(trained: Trained) -> Summary:
     model, count = trained.model, min(STORE_CHAINS, len(trained.dataset.held_out))
     z = trained.dataset.standardise(trained.dataset.held_out[:count].to(model.device))
     levels = torch.arange(count, device=z.device) * model.ladder.levels // count
-    walked = walk(trained, model.ladder.diffuse(z, levels, trained.generator), levels)
+    total = min(OWN_TRANSITIONS, trained.config.post_transitions)
+    walked = walk(trained, model.ladder.diffuse(z, levels, trained.generator), levels, total)
     own = model.ladder.diffuse(z[walked.chain], walked.t, trained.generator)
     gaps = energies(model, own, walked.t) - energies(model, walked.x, walked.t)
     t, chain, rows = walked.t.cpu(), walked.chain.cpu(), []
@@ -292,7 +295,7 @@ def evaluate(trained: Trained) -> tuple[Summary, Arrays]:
     if config.method == "da":
         chains, trips = trained.chains, trained.chains.trips.double()
         slots = chains.draw(min(STORE_CHAINS, len(chains)), generator)
-        walked = walk(trained, chains.x[slots], chains.t[slots])
+        walked = walk(trained, chains.x[slots], chains.t[slots], config.post_transitions)
         transitions = (config.iterations - config.warm) * config.bursts * config.batch / len(chains)
         low, high = config.step_minimum, config.step_maximum
         summary |= level_measures(trained, walked) | own_image_gap(trained) | precision_changes(trained, walked)
@@ -306,7 +309,7 @@ def evaluate(trained: Trained) -> tuple[Summary, Arrays]:
             noise = sampling.from_noise(model.sampler(), model.event, config.post_chains, generator)
             carry = config.label_move == "carry"
             start = sampling.annealed(model.sampler(), noise, ANNEALED_STEPS, generator, carry)
-        drawn = walk(trained, start.x, start.t)
+        drawn = walk(trained, start.x, start.t, config.post_transitions)
         samples, gradients = at_zero(drawn), start.gradients + drawn.gradients
         summary["annealed_gradients_per_sample"] = start.gradients / len(start.x)
         shown |= {"store": at_zero(walked), "annealed": start.x}
