@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from daebm import report
+from daebm import levels, report
 from daebm.chains import Chains
 from daebm.cli import main
 from daebm.config import Config, resolve
@@ -106,7 +106,11 @@ def test_paper_preset_has_the_paper_numbers() -> None:
 
 @pytest.mark.usefixtures("synthetic")
 @pytest.mark.parametrize("name, method", [("fashion-mnist", "da"), ("mnist", "persistent"), ("mnist", "drl")])
-def test_quick_run_gives_folder_report_and_summary(name: str, method: str, tmp_path: Path) -> None:
+def test_quick_run_gives_folder_report_and_summary(
+    name: str, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(images, "STORE_CHAINS", 60)  # moved on from held-out images; both for the time it takes
+    monkeypatch.setattr(levels, "SETTLE_ROUNDS", 2)
     it = EXPERIMENTS[name]
     run(resolve(name, it.presets, method, "quick"), tmp_path / "run")
     stored = json.loads((tmp_path / "run" / "summary.json").read_text(), parse_constant=pytest.fail)
@@ -133,7 +137,7 @@ def gaussian(change: Callable[[LevelResNet], None] = lambda network: None, **ove
     mix = torch.randn(64, 64, generator=generator) / 8
     draws = (torch.randn(12_000, 64, generator=generator) @ mix + 0.3).reshape(-1, 1, 8, 8)
     data = Dataset("gaussian", draws[:10_000], draws[10_000:])
-    it = config(post_transitions=60, long_run_steps=50, store=1000, batch=500, **overrides)
+    it = config(**{"post_transitions": 60, "long_run_steps": 50, "store": 1000, "batch": 500} | overrides)
     ladder = Ladder.geometric(64, floor=0.2, last_variance=0.97)
     network = LevelResNet(data.train, ladder, width=4)
     change(network)
@@ -183,12 +187,14 @@ def test_measures_see_a_wrong_model() -> None:
     assert known.sum() > ladder.levels / 2 and min(np.array(own["own_image_gap_by_level"])[known]) > 16
 
 
-def test_no_sample_at_level_0_is_said() -> None:
+def test_no_sample_at_level_0_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "STORE_CHAINS", 200)
+
     def closed(network: LevelResNet) -> None:
         with torch.no_grad():
             network.constant[0] = 1e4
 
-    trained = gaussian(closed, post_chains=5)
+    trained = gaussian(closed, post_chains=5, post_transitions=10)
     summary, arrays = images.evaluate(trained)
     assert summary["samples_from_noise"] == 0 and math.isnan(summary["gradients_per_sample"])
     assert "none of 5 chains" in summary["samples_note"]
