@@ -409,10 +409,10 @@ class Drafted(NamedTuple):
         return LEVELS(x * (1 + self.wrong) - self.wrong / 2, t) + 0.3 * t
 
 
-def by_drafts(
-    log_ratio: Callable[..., Tensor] = mgms.draft_log_ratio,
-    draft: mgms.Energy = Drafted(),  # noqa: B008
-) -> Advance:
+DRAFT = Drafted()
+
+
+def by_drafts(log_ratio: Callable[..., Tensor] = mgms.draft_log_ratio, draft: mgms.Energy = DRAFT) -> Advance:
     def advance(x: Tensor, t: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(mgms, "draft_log_ratio", log_ratio)

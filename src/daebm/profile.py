@@ -44,8 +44,8 @@ def profiles(energy: Energy, levels: int, z: Tensor) -> Floats:
 def features(network: Any, levels: int, z: Tensor) -> Floats:
     """`ResNet.features` of standardised points at level 0, (n, p)."""
     with torch.no_grad():
-        said = network.features(z, torch.zeros(len(z), dtype=torch.long, device=z.device))
-    return said.double().cpu().numpy()  # type: ignore[no-any-return]
+        said: Tensor = network.features(z, torch.zeros(len(z), dtype=torch.long, device=z.device))
+    return said.double().cpu().numpy()
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,10 +111,8 @@ class Mixture:
         kinds = len(sizes)
         centres = np.stack([white[kind == k].mean(0) for k in range(kinds)])
         away = white - centres[kind]
-        spreads = np.stack([away[kind == k].T @ away[kind == k] for k in range(kinds)]) + PRIOR_ROWS * np.eye(
-            len(middle)
-        )
-        spreads /= (sizes + PRIOR_ROWS)[:, None, None]
+        sums = np.stack([away[kind == k].T @ away[kind == k] for k in range(kinds)])
+        spreads = (sums + PRIOR_ROWS * np.eye(len(middle))) / (sizes + PRIOR_ROWS)[:, None, None]
         offsets = np.linalg.slogdet(spreads)[1] - 2 * np.log(sizes / len(said))
         return cls(mean, axes, middle, scale, centres, np.linalg.cholesky(np.linalg.inv(spreads)), offsets)
 
