@@ -15,7 +15,7 @@ from sklearn.metrics import average_precision_score, roc_auc_score, roc_curve
 
 from daebm import DAEBM, checkpoint, cli, detection, load, sampling
 from daebm.detection import MEASURES, Images, separation
-from daebm.model import Model, model_folder
+from daebm.model import SHIPPED, Model, model_folder
 from daebm.profile import Gaussian, Mixture, law_tensors, laws_in
 
 DATA = Path(os.environ.get("DAEBM_DATA") or Path(__file__).parents[2] / "shared" / "data")
@@ -213,13 +213,14 @@ def test_the_command_compares_scores(
     assert (tmp_path / "o" / "report.html").stat().st_size > 10_000
 
 
-# The model that comes with the package.
+# The models that come with the package.
 
 
-def test_the_shipped_model_gives_the_stored_scores() -> None:
-    folder = model_folder("fashion-mnist")
+@pytest.mark.parametrize("model_name", SHIPPED)
+def test_a_shipped_model_gives_the_stored_scores(model_name: str) -> None:
+    folder = model_folder(model_name)
     tensors, _facts = checkpoint.read(folder, "model")
-    model, laws = load("fashion-mnist"), detection.saved_laws(folder)
+    model, laws = load(model_name), detection.saved_laws(folder)
     shown = tensors["stored.images"].numpy()
     for name, score in detection.model_scores(model, laws).items():
         stored = tensors[f"stored.{name}"].numpy()
@@ -268,9 +269,10 @@ def test_the_shipped_model_is_an_estimator(
     assert abs(detector.drawn_.mean() - detector.noisy_.mean()) < 4 * 120 / math.sqrt(len(detector.drawn_))
 
 
-def test_chains_of_the_shipped_model_can_be_advanced() -> None:
-    tensors, _facts = checkpoint.read(model_folder("fashion-mnist"), "model")
-    model = load("fashion-mnist")
+@pytest.mark.parametrize("model_name", SHIPPED)
+def test_chains_of_a_shipped_model_can_be_advanced(model_name: str) -> None:
+    tensors, _facts = checkpoint.read(model_folder(model_name), "model")
+    model = load(model_name)
     start = sampling.Drawn(tensors["chains.x"][:16].float(), tensors["chains.t"][:16], 0)
     with torch.no_grad():
         drawn = sampling.transitions(model.sampler(), start, 2, torch.Generator().manual_seed(1))
@@ -281,12 +283,14 @@ def test_chains_of_the_shipped_model_can_be_advanced() -> None:
 
 
 @pytest.mark.skipif(not (DATA / "kmnist").is_dir(), reason="needs the real files: set DAEBM_DATA to their folder")
-def test_the_shipped_model_tells_other_images_from_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """200 images a set; the features' AUROC is .998 on all of them, known here to about .003."""
+@pytest.mark.parametrize("model_name", SHIPPED)
+def test_a_shipped_model_tells_other_images_from_its_own(model_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """200 images a set; the features' AUROC is .998 for garments, known here to .003, and .989 for digits, to .006."""
+    least = {"fashion-mnist": 0.985, "mnist": 0.965}[model_name]
     monkeypatch.setenv("DAEBM_DATA", str(DATA))
-    sets = detection.sets_of_images("fashion-mnist", 200)
-    model, laws = load("fashion-mnist"), detection.saved_laws(model_folder("fashion-mnist"))
+    sets = detection.sets_of_images(model_name, 200)
+    model, laws = load(model_name), detection.saved_laws(model_folder(model_name))
     score = detection.model_scores(model, laws)["features"]
     found = detection.detect({"features": score}, sets).separations["features"]
     for name, it in found.items():
-        assert it.value[0] > 0.985, name
+        assert it.value[0] > least, name

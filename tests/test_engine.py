@@ -274,9 +274,10 @@ def ended(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def warm_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Path]:
-    """A whole run in which everything happens: 4 iterations of denoising, 5 with labels, 5 of likelihood."""
+    """Everything happens: 4 iterations of denoising, 5 with labels, 5 of likelihood, 3 to finish."""
     it = config(
-        iterations=14,
+        iterations=17,
+        finish=3,
         denoise=4,
         relate=5,
         checkpoint_every=3,
@@ -295,8 +296,15 @@ def warm_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Path]:
 
 @pytest.mark.parametrize(
     ("last", "saved"),
-    [(5, 3), (7, 6), (9, 6), (10, 9), (13, 12)],
-    ids=["inside the first", "inside the second", "in its last iteration", "at its end", "after it"],
+    [(5, 3), (7, 6), (9, 6), (10, 9), (14, 12), (16, 15)],
+    ids=[
+        "inside the first",
+        "inside the second",
+        "in its last iteration",
+        "at its end",
+        "after it",
+        "with weights that stay",
+    ],
 )
 def test_a_warm_start_resumes_bit_for_bit(warm_run: tuple[Config, Path], tmp_path: Path, last: int, saved: int) -> None:
     it, whole = warm_run
@@ -380,6 +388,46 @@ def test_constants_follow_the_masses_and_nothing_else(optimiser: str) -> None:
     assert not constant.requires_grad and constant.grad is None
     index = [name for name, _ in network.named_parameters()].index("constant")
     assert index not in setup.state.optimiser.state_dict()["state"]
+
+
+def test_at_the_end_weights_stay_and_levels_find_their_masses() -> None:
+    """The averaged ones, to the last bit; the constants go on, and end as their mean, the later the more."""
+    it = config(level_rate=0.3, bursts=2, adapt_every=2, learning_rate=0.01, iterations=30, finish=20, average=0.9)
+    setup = begin(it, DATA)
+    state = setup.state
+    for _ in range(it.learned):
+        training.advance(setup)
+    weights = {name: weight.detach().clone() for name, weight in state.network.named_parameters()}
+    assert all(torch.equal(state.average[name], weight) for name, weight in weights.items())
+    constants = []
+    for _ in range(it.finish):
+        constants.append(state.network.constant.detach().clone())
+        training.advance(setup)
+    for name, weight in state.network.named_parameters():
+        assert torch.equal(weight, weights[name]) == (name != "constant"), name
+        if name != "constant":
+            torch.testing.assert_close(state.average[name], weights[name], rtol=1e-6, atol=0)
+    age = torch.arange(1.0, it.finish + 1)
+    mean = (torch.stack(constants) * (age / age.sum()).unsqueeze(1)).sum(0)
+    torch.testing.assert_close(state.average["constant"], mean, rtol=1e-4, atol=1e-4)
+
+
+def test_corrections_at_the_end_become_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    shares = []
+    monkeypatch.setattr(training, "balance_levels", lambda setup, x, t, share: shares.append(share))
+    setup = begin(
+        config(level_rate=0.3, adapt_every=10, iterations=140, finish=110, average=0.9, batch=2, store=2), DATA
+    )
+    for _ in range(140):
+        training.advance(setup)
+    assert shares[:3] == [0.3] * 3 and shares[-1] == pytest.approx(0.3 / (1 + 110 / training.FINISHING))
+    assert shares[2:] == sorted(shares[2:], reverse=True)
+
+
+@pytest.mark.parametrize("changes", [{"level_rate": 0.0}, {"average": 0.0}], ids=str)
+def test_finish_without_what_it_finishes_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match="level_rate and average must not be 0"):
+        config(**({"level_rate": 0.1, "average": 0.9, "finish": 2} | changes))
 
 
 def test_without_level_rate_the_optimiser_moves_the_constants() -> None:

@@ -165,7 +165,7 @@ class Ood:
     """How well a trained image model tells its own test images from others, beside detectors that need no model."""
 
     model: Annotated[str, tyro.conf.arg(metavar="MODEL")]
-    """fashion-mnist, which comes with this package, or the folder of a run."""
+    """fashion-mnist or mnist, which come with this package, or the folder of a run."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
     """Folder for report.html and ood.json; the table alone is printed when not given."""
     images: int = 0

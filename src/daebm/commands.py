@@ -99,9 +99,9 @@ class Score:
     """
 
     model: ModelName
-    """Folder that `daebm fit` has written, or fashion-mnist, which comes with this package."""
+    """Folder that `daebm fit` has written, or fashion-mnist or mnist, which come with this package."""
     data: DataPath
-    """Like the data of `daebm fit`: columns of a csv file are found by their names; for fashion-mnist (n, 28, 28) or
+    """Like the data of `daebm fit`: columns of a csv file are found by their names; for those two (n, 28, 28) or
     pictures of that size, in grey levels from 0 to 255."""
     out: Out
     """The csv file to write."""
@@ -150,7 +150,7 @@ class Sample:
     """Draw new rows or pictures from a model, started from noise."""
 
     model: ModelName
-    """Folder that `daebm fit` or `daebm run` has written, or fashion-mnist, which comes with this package."""
+    """Folder that `daebm fit` or `daebm run` has written, or fashion-mnist or mnist, which come with this package."""
     out: Out
     """The file to write: .npy, .csv for tables, or .png for images."""
     count: Annotated[int, tyro.conf.arg(name="number", metavar="N", aliases=["-n"])] = 64
@@ -187,7 +187,7 @@ class Inspect:
     """Report on a fitted model: training, label mixing, energies, calibration, most and least normal examples."""
 
     model: ModelName
-    """Folder that `daebm fit` has written, or fashion-mnist, which comes with this package."""
+    """Folder that `daebm fit` has written, or fashion-mnist or mnist, which come with this package."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="FILE", aliases=["-o"])] = None
     """The html file to write; MODEL/report.html when not given, MODEL-report.html for a name."""
     overwrite: Flag = False

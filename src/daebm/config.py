@@ -66,6 +66,7 @@ class Config:
     clip: float = 0.0  # largest gradient norm; 0 is off
     energy_penalty: float = 0.0  # weight of mean U^2 over data and chains
     level_rate: float = 0.0  # share of unequal level masses made up for at an adaptation; data then take chains' levels
+    finish: int = 0  # last iterations, with the averaged weights: levels get their masses and steps their sizes (da)
     gain_rate: float = 0.0  # learning rate of the gains of the levels while chains persist (level-resnet); 0: all 1
     average: float = 0.0  # decay of the exponential weight average that the final model uses; 0 is off
 
@@ -126,6 +127,7 @@ class Config:
             "warm_up",
             "denoise",
             "relate",
+            "finish",
             "adapt_every",
             "reject_from",
             "maximum_rollbacks",
@@ -170,7 +172,14 @@ class Config:
         ):
             value = getattr(self, name)
             _require(self, name, value in choices, f"one of {', '.join(choices)}")
-        _require(self, "iterations", self.iterations > self.warm, "more than denoise and relate together")
+        _require(
+            self,
+            "iterations",
+            self.iterations > self.warm + self.finish,
+            "more than denoise, relate and finish together",
+        )
+        if self.finish and not (self.level_rate and self.average):
+            raise InputError("finish balances the levels of averaged weights: level_rate and average must not be 0")
         if row.start == "store" and self.store < self.batch:
             raise InputError(f"store={self.store} must hold at least batch={self.batch} chains")
 
@@ -182,6 +191,11 @@ class Config:
     def warm(self) -> int:
         """Iterations before the persistent chains take over."""
         return self.denoise + self.relate
+
+    @property
+    def learned(self) -> int:
+        """Iterations after which the weights stay."""
+        return self.iterations - self.finish
 
     @property
     def gradients_per_iteration(self) -> int:

@@ -26,7 +26,7 @@ from daebm.state import TrainingState, holds_state, read_state
 Array = TypeVar("Array", np.ndarray[Any, Any], Tensor)
 CHUNK = 1 << 17  # numbers per network evaluation; bounds memory
 PROFILE_CHUNK = 1 << 19  # a GPU wants more at a time, and there is a level at a time
-SHIPPED = ("fashion-mnist",)  # trained models that come with this package
+SHIPPED = ("fashion-mnist", "mnist")  # trained models that come with this package
 ANNEALED_STEPS = 20  # per level, on the way down from noise
 LEAST_TRIP = 100  # transitions: a training shorter than this has not shown how long a round trip is
 SAMPLE_CHUNK, LARGEST_SAMPLE = 1 << 20, 1 << 28  # numbers that are drawn at once, and in a call: a GiB
@@ -263,7 +263,7 @@ def model_folder(name: str | Path) -> Path:
 def load(folder: str | Path, network: nn.Module | None = None) -> Model:
     """The model in a run folder (its latest checkpoint, averaged weights if it has them) or in a model folder.
 
-    fashion-mnist is the name of a trained model that comes with this package. A model that was trained on a network of
+    fashion-mnist and mnist are trained models that come with this package. A model that was trained on a network of
     your own needs that network again, to put the weights into.
     """
     folder = model_folder(folder)

@@ -28,6 +28,7 @@ from daebm.state import Saved, TrainingState, build_ladder, optimiser, start
 from daebm.updates import learning_rate, update
 
 OVERLAP_SEED = 30_000_001  # a stream of its own: a check must not share noise with the chains
+FINISHING = 50  # iterations with the final weights after which levels are corrected half as much
 ROLLBACK_RATE_FACTOR = 0.5  # the learning rate after a roll-back, relative to before
 
 
@@ -192,6 +193,10 @@ def advance(setup: Setup) -> Tensor:
         settle(setup)
         state.optimiser = optimiser(config, state.network, state.iteration < config.warm)
         state.average = {k: v.detach().clone() for k, v in state.network.named_parameters() if config.average}
+    if config.finish and state.iteration == config.learned:
+        with torch.no_grad():  # in place: graphs read them there
+            for name, weight in state.network.named_parameters():
+                weight.copy_(state.average[name])
     return measures
 
 
@@ -249,7 +254,9 @@ def step(setup: Setup) -> Tensor:
     if config.adapt_every and state.iteration % config.adapt_every == 0:
         state.steps.adapt()
         if config.level_rate:
-            balance_levels(setup, state.chains.x, state.chains.t, config.level_rate)
+            finishing = max(0, state.iteration - config.learned)  # weights stay: ever smaller corrections find the rest
+            share = config.level_rate / (1 + finishing / FINISHING)
+            balance_levels(setup, state.chains.x, state.chains.t, share)
     return torch.stack([loss, gap, grad_norm, acceptance])
 
 

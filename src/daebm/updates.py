@@ -17,13 +17,16 @@ from daebm.state import TrainingState
 def learning_rate(config: Config, iteration: int) -> float:
     """Linear warm-up, then a staircase at the milestones or, without any, constant and linear to zero.
 
-    Both warm starts come before that, with rates of their own that rise fast and fall linearly to zero.
+    Both warm starts come before that, with rates of their own that rise fast and fall linearly to zero; none is left
+    for the end, where weights stay.
     """
     for count, rate in ((config.denoise, config.denoise_rate), (config.relate, config.relate_rate)):
         if iteration < count:
             return rate * min(1.0, (iteration + 1) / 100) * (1 - iteration / count)
         iteration -= count
-    share = iteration / (config.iterations - config.warm)
+    share = iteration / (config.learned - config.warm)
+    if share >= 1:
+        return 0.0
     rate = config.learning_rate * min(1.0, (iteration + 1) / (config.warm_up + 1))
     if config.milestones:
         return float(rate * config.decay_factor ** sum(share >= m for m in config.milestones))
@@ -60,6 +63,8 @@ def update(config: Config, state: TrainingState, gradient: Sequence[Tensor | Non
         # A young average forgets faster, so that it is never dominated by the initial weights.
         age = state.iteration - config.warm if state.iteration > config.warm else state.iteration
         decay = min(config.average, (1 + age) / (10 + age))
+        if state.iteration > config.learned:  # what still moves is averaged from there on, the later the more
+            decay = 1 - 2 / (state.iteration - config.learned + 1)
         names, weights = zip(*state.network.named_parameters(), strict=True)
         average = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
         average([state.average[name] for name in names], [weight.detach() for weight in weights], 0)
