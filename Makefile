@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+TOGETHER := --numprocesses auto --dist loadfile  # a process a core, which takes whole files: fixtures are made once
 PIP_FLAGS := --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: bench-gpu setup quickstart test test-full lint bench clean
@@ -24,10 +25,10 @@ quickstart: setup
 	$(BIN)/daebm run digits --out runs/quickstart $(if $(wildcard runs/quickstart/config.json),--resume)
 
 test: setup
-	$(BIN)/pytest -m 'not long'
+	$(BIN)/pytest $(TOGETHER) -m 'not long'
 
 test-full: setup
-	$(BIN)/pytest
+	$(BIN)/pytest $(TOGETHER)
 
 lint: setup
 	$(BIN)/ruff check src tests benchmarks

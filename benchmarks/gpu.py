@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
 
 import daebm
 from daebm import checkpoint, sampling
@@ -96,10 +97,10 @@ def plain_iteration(network: nn.Module, optimiser: torch.optim.Optimizer, x: Ten
     loss.item()
 
 
-def captured_steps(
-    network: nn.Module, x: Tensor, t: Tensor, precision: str, steps: int, levels: int | None = None
-) -> float:
-    """Milliseconds per MALA step, all of it captured; a draft's last decision is in it."""
+def captured_burst(
+    network: nn.Module, t: Tensor, precision: str, steps: int, levels: int | None = None
+) -> Callable[[Tensor], Tensor]:
+    """``steps`` MALA steps from x, all of it captured; a draft's last decision is in it."""
     set_precision(network, precision)
     generator = torch.Generator("cuda").manual_seed(0)
     sigma = torch.full((TOP + 1 if levels is None else levels,), 0.01, device="cuda")
@@ -112,14 +113,33 @@ def captured_steps(
             y, _t, _info = transition(mala, energy, y, t, sigma, steps, stay, generator, True, check=False, draft=draft)
         return y
 
-    go = Captured(burst, generator)
-    return milliseconds(lambda: go(x)) / steps  # the gradient at the start is in it
+    return Captured(burst, generator)
+
+
+def captured_steps(
+    network: nn.Module, x: Tensor, t: Tensor, precision: str, steps: int, levels: int | None = None
+) -> float:
+    """Milliseconds per MALA step; the gradient at the start is in it."""
+    go = captured_burst(network, t, precision, steps, levels)
+    return milliseconds(lambda: go(x)) / steps
+
+
+def kernels(go: Callable[[], object], steps: int) -> None:
+    """What the time of a burst of ``steps`` is spent on, a step."""
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        go()
+        torch.cuda.synchronize()
+    for it in sorted(seen.key_averages(), key=lambda it: -it.device_time_total)[:30]:
+        print(f"  {it.device_time_total / steps:8.1f} us  {it.count / steps:5.1f} x  {it.key[:100]}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default=None, help="folder of a trained run with the paper's network")
     parser.add_argument("--skip-iteration", action="store_true")
+    parser.add_argument(
+        "--kernels", default=None, metavar="PRECISION", help="show the kernels of a step, and nothing else"
+    )
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("bench-gpu needs a GPU, and this machine has none")
@@ -132,6 +152,11 @@ def main() -> None:
     network = ResNet((1, 28, 28), TOP + 1).cuda().requires_grad_(False)
     x = torch.randn(BATCH, 1, 28, 28, device="cuda")
     t = torch.randint(TOP + 1, (BATCH,), device="cuda")
+    if arguments.kernels:
+        go = captured_burst(network, t, arguments.kernels, STEPS)
+        print(f"{milliseconds(lambda: go(x)) / STEPS:.3f} ms a step, of which:")
+        kernels(lambda: go(x), STEPS)
+        return
     plain = Plain(network)
     print(f"\nenergy and gradient (eager) or a whole MALA step (ours), batch {BATCH}: ms, TFLOP/s, share of peak")
 
