@@ -274,10 +274,10 @@ def ended(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def warm_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Path]:
-    """Everything happens: 4 iterations of denoising, 5 with labels, 5 of likelihood, 3 to finish."""
+    """Everything happens: 4 iterations of denoising, 5 with labels, 6 of likelihood, 5 to finish."""
     it = config(
-        iterations=17,
-        finish=3,
+        iterations=20,
+        finish=5,
         denoise=4,
         relate=5,
         checkpoint_every=3,
@@ -296,13 +296,13 @@ def warm_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Path]:
 
 @pytest.mark.parametrize(
     ("last", "saved"),
-    [(5, 3), (7, 6), (9, 6), (10, 9), (14, 12), (16, 15)],
+    [(5, 3), (7, 6), (9, 6), (10, 9), (16, 15), (19, 18)],
     ids=[
         "inside the first",
         "inside the second",
         "in its last iteration",
         "at its end",
-        "after it",
+        "at the end of learning",
         "with weights that stay",
     ],
 )
@@ -422,6 +422,36 @@ def test_corrections_at_the_end_become_smaller(monkeypatch: pytest.MonkeyPatch) 
         training.advance(setup)
     assert shares[:3] == [0.3] * 3 and shares[-1] == pytest.approx(0.3 / (1 + 110 / training.FINISHING))
     assert shares[2:] == sorted(shares[2:], reverse=True)
+
+
+def test_the_rate_is_spent_when_weights_stay() -> None:
+    """Linear decay ends there, and milestones are shares of what comes before."""
+    it = config(learning_rate=1.0, iterations=1200, finish=200, decay_start=0.5, level_rate=0.1, average=0.9)
+    rates = [training.learning_rate(it, k) for k in range(1200)]
+    assert rates[:500] == [1.0] * 500 and rates[750] == pytest.approx(0.5) and rates[999] == pytest.approx(0.002)
+    assert rates[1000:] == [0.0] * 200
+    it = config(
+        learning_rate=1.0, iterations=1200, finish=200, milestones=(0.5,), decay_factor=0.1, level_rate=0.1, average=0.9
+    )
+    rates = [training.learning_rate(it, k) for k in range(1200)]
+    assert rates[499] == 1 and rates[500] == rates[999] == pytest.approx(0.1) and rates[1000:] == [0.0] * 200
+
+
+def test_a_gradient_that_is_not_finite_does_no_harm_at_the_end() -> None:
+    """A rate of 0 times infinity would be a NaN weight."""
+    it = config(level_rate=0.3, adapt_every=2, iterations=14, finish=4, average=0.9)
+    setup = begin(it, DATA)
+    for _ in range(it.learned):
+        training.advance(setup)
+    weights = [weight.detach().clone() for weight in setup.state.network.parameters() if weight.requires_grad]
+    training.update(it, setup.state, [torch.full_like(weight, torch.inf) for weight in weights])
+    left = [weight for weight in setup.state.network.parameters() if weight.requires_grad]
+    assert all(torch.equal(a, b) for a, b in zip(weights, left, strict=True))
+
+
+def test_a_finish_without_an_adaptation_is_refused() -> None:
+    with pytest.raises(InputError, match="finish=9 ends before levels adapt: give 10 or more"):
+        config(level_rate=0.1, average=0.9, finish=9, adapt_every=10, iterations=50)
 
 
 @pytest.mark.parametrize("changes", [{"level_rate": 0.0}, {"average": 0.0}], ids=str)

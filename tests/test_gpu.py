@@ -180,7 +180,8 @@ def test_a_resumed_run_continues_bit_for_bit(precision: str, tmp_path: Path) -> 
             "precision": precision,
             "denoise": 6,
             "relate": 6,
-            "iterations": 24,
+            "iterations": 32,
+            "finish": 8,
             "batch": 32,
             "store": 64,
         },
@@ -189,7 +190,7 @@ def test_a_resumed_run_continues_bit_for_bit(precision: str, tmp_path: Path) -> 
     )
     whole, _ladder = train(config, data)
     assert whole.precision == precision
-    for cut in (4, 8, 16):  # in each part
+    for cut in (4, 8, 16, 24, 28):  # in each part, and where weights begin to stay
         folder = tmp_path / str(cut)
         train(config, data, folder, stop=lambda state, _ladder, cut=cut: state.iteration == cut)
         resumed, _ladder = train(config, data, folder, resume=True)

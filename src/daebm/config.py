@@ -180,6 +180,8 @@ class Config:
         )
         if self.finish and not (self.level_rate and self.average):
             raise InputError("finish balances the levels of averaged weights: level_rate and average must not be 0")
+        if 0 < self.finish < self.adapt_every:
+            raise InputError(f"finish={self.finish} ends before levels adapt: give {self.adapt_every} or more, or 0")
         if row.start == "store" and self.store < self.batch:
             raise InputError(f"store={self.store} must hold at least batch={self.batch} chains")
 

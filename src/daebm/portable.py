@@ -1,7 +1,7 @@
 """A checkpoint small enough to carry: at most 36 MiB in files of at most 15 MiB, from which a run goes on elsewhere.
 
-Weights, labels, step sizes, data order and generator are kept as they are. Coarser: averaged weights and chains in
-half precision, Adam's second moments in 8 bits on a log scale. Dropped: first moments where beta1 is 0, for they
+Weights, labels, step sizes, data order and generator are kept as they are. Coarser: large averages and chains in half
+precision, Adam's second moments in 8 bits on a log scale. Dropped: first moments where beta1 is 0, for they
 have no memory then (those of the warm starts build up again), and chains that do not fit. So a run goes on from here,
 but not bit for bit.
 """
@@ -20,6 +20,7 @@ from daebm.errors import InputError
 PART = "portable"  # files portable-0.safetensors, portable-1.safetensors, ...
 TOTAL, FILE = 36 << 20, 15 << 20  # bytes
 MARGIN = 1 << 16  # per file, for names and facts
+LITTLE = 200  # numbers that need no room: constants of levels have thousands of nats, of which a tenth counts
 _CHAINS = ("x", "t", "stage", "trips")
 
 
@@ -36,7 +37,7 @@ def write(folder: Path, tensors: dict[str, Tensor], facts: dict[str, Any]) -> st
             continue
         if key.endswith(".exp_avg_sq"):
             small[f"{key}:codes"], small[f"{key}:range"] = _to_codes(value)
-        elif key.startswith("average."):
+        elif key.startswith("average.") and value.numel() > LITTLE:
             small[key] = value.half()
         elif not (key.endswith(".exp_avg") and without_memory):
             small[key] = value.int() if key == "order" else value
@@ -52,7 +53,7 @@ def write(folder: Path, tensors: dict[str, Tensor], facts: dict[str, Any]) -> st
             "network's weights: copy the run folder instead"
         )
     small |= {f"chains.{name}": value[:kept].clone() for name, value in chains.items()}
-    said = f"averaged weights and chains in half precision, second moments in 8 bits, {kept} of {stored} chains kept"
+    said = f"large averages and chains in half precision, second moments in 8 bits, {kept} of {stored} chains kept"
     parts: list[dict[str, Tensor]] = [{}]
     for key, value in small.items():
         if sum(map(_bytes, parts[-1].values())) + _bytes(value) > FILE - MARGIN:

@@ -49,14 +49,19 @@ def likelihood_loss(
 
 
 def update(config: Config, state: TrainingState, gradient: Sequence[Tensor | None]) -> Tensor:
-    """A step of the optimiser and of the weight average along the ``gradient`` of a loss; returns its norm."""
+    """A step of the optimiser and of the weight average along the ``gradient`` of a loss; returns its norm.
+
+    At the end, where weights stay, only of the average: the constants of the levels still move.
+    """
     rate = learning_rate(config, state.iteration) * state.rate_scale
     for group in state.optimiser.param_groups:
         group["lr"] = rate * group["factor"]
     for weight, slope in zip(trainable(state.network), gradient, strict=True):
         weight.grad = slope
     grad_norm = nn.utils.clip_grad_norm_(state.network.parameters(), config.clip if config.clip else math.inf)
-    if grad_norm.is_cuda or torch.isfinite(grad_norm):  # asking a GPU would wait: the loop finds it later
+    learning = state.iteration < config.learned  # later a rate of 0 would make NaN of what is not finite
+    # Asking a GPU would wait: the loop finds it later.
+    if learning and (grad_norm.is_cuda or torch.isfinite(grad_norm)):
         state.optimiser.step()
     state.iteration += 1
     if config.average:

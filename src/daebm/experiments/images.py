@@ -52,7 +52,7 @@ PAPER: dict[str, Any] = (
     | {"step_size": 0.1, "adapt_every": 100, "reject_from": 6000, "precision": "drafted"}
 )
 # The floor is .1 in data units, over Fashion-MNIST's sd of .71: labels travel over 55 levels, not 72 as with .05, where
-# in the same time samples are worse and long runs no better. Level T must overlap the noise that samples start from:
+# samples were worse after as many minutes. Level T must overlap the noise that samples start from:
 # with a last variance of .95 by .05 only, with .99 by .41.
 # Patches of 2 pixels make the paper's width four times cheaper.
 # Warm starts: denoising, after which annealed samples from noise are garments; then the labels of carried images, for

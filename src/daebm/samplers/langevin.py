@@ -156,15 +156,14 @@ def take_steps(
     together = UNROLL if compile and not x.is_cuda else 1
     advance = _compiled_advance() if compile else _advance
     total = Info(torch.zeros_like(state.energy), torch.zeros_like(state.energy))
-    # There a launch counts too, and the decisions of all steps are one draw.
-    decisions = iter(log_uniform(steps * len(x), x, generator).chunk(steps)) if x.is_cuda else None
-
-    def draw() -> tuple[Tensor, Tensor]:
-        eps = torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device)
-        return eps, log_uniform(len(x), x, generator) if decisions is None else next(decisions)
-
     for done in range(0, steps, together):
-        noise = [draw() for _ in range(min(together, steps - done))]
+        noise = [
+            (
+                torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device),
+                log_uniform(len(x), x, generator),
+            )
+            for _ in range(min(together, steps - done))
+        ]
         with torch.no_grad():
             state, total = advance(kernel, energy, state, sigma, noise, total)
     return state, total
