@@ -64,7 +64,7 @@ class Looks:
             t = torch.full((len(z),), level, device=z.device)
             eps = torch.randn(z.shape, generator=generator, device=z.device)
             plain = getattr(self.network, "ungained", self.network)
-            sd = per_chain(self.ladder.variance.sqrt(), t, z)
+            sd = per_chain(self.ladder.on(z.device).variance.sqrt(), t, z)
             found.append(round(float(denoising_loss(plain, self.ladder.noised(z, t, eps), t, eps, sd).detach()), 4))
         labelled = draw_labelled(self.ladder, z, self.setup.config.block, generator)
         with torch.no_grad():
@@ -114,7 +114,7 @@ class Looks:
             here = torch.full((min(1000, len(self.z)),), level, device=t.device)
             held.append(self.energies(ladder.diffuse(self.z[: len(here)], here, generator), here).mean())
         abar, noise = (values.to(x)[t] for values in (ladder.abar, ladder.variance))
-        centre = self.z.mean(0) * per_chain(ladder.abar.sqrt(), t, x)
+        centre = self.z.mean(0) * per_chain(ladder.on(x.device).abar.sqrt(), t, x)
         spread = (x - centre).square().flatten(1).mean(1) / (abar * self.z.var(0).mean() + noise)
         mean = x.flatten(1).mean(1) - abar.sqrt() * self.z.mean()
         count = torch.bincount(t, minlength=ladder.levels) * ladder.levels / len(t)

@@ -16,7 +16,7 @@ from daebm.precision import check_precision
 from daebm.resnet import HALF, Draft, coarsen, convolve
 from daebm.samplers import langevin, mgms
 from daebm.samplers.capture import Captured
-from daebm.training import begin, train
+from daebm.training import begin, denoise, relate, step, train
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 N, CHANNELS, SIDE, LEVELS = 4096, 16, 3, 5  # 16 channels: fewer are not worth tensor cores to the library
@@ -166,6 +166,26 @@ def test_captured_gradients_are_the_eager_ones() -> None:
                 change = 0.01 * torch.randn(weights[0].shape, device="cuda", generator=generator)
                 for weight in weights:
                     weight.add_(change)
+
+
+def test_nothing_waits_for_the_device_within_an_iteration() -> None:
+    """Of any part; where levels are balanced, once in ``adapt_every`` iterations, it may."""
+    data = Dataset.standardised("noise", torch.randint(256, (200, 1, 16, 16)).byte(), torch.zeros(1, 1, 16, 16).byte())
+    config = Config(
+        **{"network": "level-resnet", "width": 16, "hidden": 1, "floor": 0.2, "top": 11, "device": "cuda"},
+        **{"compile": True, "denoise": 4, "relate": 4, "iterations": 40, "batch": 32, "store": 64, "average": 0.9},
+        **{"label_move": "carry", "block": 4, "level_rate": 0.3, "gain_rate": 1e-3, "adapt_every": 10},
+    )
+    setup = begin(config, data)
+    for part in (denoise, relate, step):
+        part(setup)  # records its graphs
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            part(setup)
+            with pytest.raises(RuntimeError, match="synchroniz"):
+                setup.state.chains.t.cpu()  # planted
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("precision", ["tf32x2", "drafted"])

@@ -154,6 +154,8 @@ def test_a_passing_fault_is_rolled_back(
     assert event["iteration"] == (15 if fault is infinite_weights_after else 14)
     assert (event["event"], event["to"], event["rate_scale"]) == ("roll-back", 10, 0.5)
     assert ("gap" if fault is scaled_weights else "nan") in event["reason"]
+    gaps = event["gaps_before"]  # of every iteration until then
+    assert len(gaps) == event["iteration"] and None not in gaps[:-1]
     if on_disk:
         lines, events = log(tmp_path)
         assert [line["iteration"] for line in lines] == list(range(1, 26))

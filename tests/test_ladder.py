@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 import torch
@@ -153,6 +154,14 @@ def test_diffusion_keeps_shape_and_dtype_and_mixes_levels(dtype: torch.dtype, ev
     assert torch.equal(x[0], z[0]) and not torch.equal(x[1], z[1])  # each chain has its own level
     assert torch.equal(x, ladder.diffuse(z, t, seeded(2)))
     assert per_chain(ladder.abar, t, z).shape == (3, *[1] * len(event))
+
+
+def test_a_ladder_is_copied_to_a_device_once() -> None:
+    ladder = Ladder.geometric(4, top=3)
+    meta = torch.device("meta")
+    assert ladder.on(torch.device("cpu")) is ladder
+    with mock.patch.object(Ladder, "__post_init__"):  # which reads the numbers
+        assert ladder.on(meta) is ladder.on(meta) and ladder.on(meta).variance.device == meta
 
 
 @pytest.mark.parametrize("point", [0.0, 1.0, 3.0])

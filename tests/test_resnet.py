@@ -376,6 +376,16 @@ def test_a_draft_sees_pixels_unrounded() -> None:
     torch.testing.assert_close(slope, weight.sum(0).expand(50, -1), rtol=1e-2, atol=1e-2)  # through float16
 
 
+def test_maps_of_a_draft_are_halved_as_others_are() -> None:
+    x = torch.randn(3, 5, 8, 6, generator=torch.Generator().manual_seed(4), dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(3, 5, 4, 3, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    halved, expected = (call(x) for call in (resnet._Halved.apply, lambda h: F.avg_pool2d(h, 2)))
+    torch.testing.assert_close(halved, expected, rtol=1e-12, atol=0)
+    slopes = [torch.autograd.grad(out, x, weight)[0] for out in (halved, expected)]
+    assert torch.equal(*slopes)
+    assert slopes[0].is_contiguous(memory_format=torch.channels_last)  # else a convolution copies it first
+
+
 def test_the_large_part_is_a_tf32_number() -> None:
     """10 bits beyond the leading one: a mantissa in [1/2, 1) times 2^11 is whole. So TF32 does not round it again.
 

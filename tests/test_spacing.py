@@ -125,6 +125,19 @@ def test_an_empty_level_is_weighed_from_one_side() -> None:
     torch.testing.assert_close(alone, expected * torch.tensor([1, 0, 0]), rtol=0, atol=1e-9)
 
 
+def test_refused_moves_are_made_up_for_by_mass() -> None:
+    """Up one move in four is possible, with log r = -3; down all are, with 3: as often where 1/4 = e^(3 - m)."""
+    t = torch.arange(2).repeat_interleave(40)
+    index = torch.arange(80.0).unsqueeze(1)
+
+    def energy(x: Tensor, at: Tensor) -> Tensor:
+        refused = (x[:, 0] < 40) & (x[:, 0] % 4 > 0) & (at == 1)
+        return torch.where(refused, torch.nan, 3.0 * at)
+
+    ratio, acceptance = level_balance(energy, index, t, 1)
+    assert float(ratio) == pytest.approx(-3 - math.log(4)) and float(acceptance) == pytest.approx(1 / 4)
+
+
 def test_carried_labels_see_masses_where_levels_do_not_overlap() -> None:
     """Carried along, a Gaussian is the Gaussian of the other level: log r is the log ratio of masses for every x."""
     data = torch.randn(400, 100, generator=seeded(10)) * torch.linspace(0.01, 0.1, 100)

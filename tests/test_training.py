@@ -30,6 +30,7 @@ from daebm.methods import METHODS, Negatives, draw_negatives
 from daebm.runs import matched_iterations
 from daebm.state import CHECKPOINT, STATE, TrainingState, build_ladder, start
 from daebm.training import Setup, learning_rate, step, train
+from daebm.updates import likelihood_loss
 
 ALL = list(METHODS)
 
@@ -513,3 +514,27 @@ def test_a_run_killed_at_random_ends_as_if_it_never_was(tmp_path: Path, monkeypa
     assert all(np.array_equal(samples[0][key], samples[1][key]) for key in samples[0])
     iterations = [entry["iteration"] for entry in logged(parts)]
     assert iterations == [*range(7, 120, 7), 120]
+
+
+def test_beyond_the_margin_points_are_raised() -> None:
+    """Within it they are lowered as ever; the gap that is watched stays what it is, and chains are raised always."""
+    u = torch.tensor([3.0, -9.0, -12.0, -500.0], requires_grad=True)  # a margin of 10 ends below the second
+    v = torch.zeros(4, requires_grad=True)
+
+    def energy(x: Tensor, t: Tensor) -> Tensor:
+        return x.squeeze(1)
+
+    config = Config(margin=10.0, level_rate=0.1)
+    points, levels = (u.unsqueeze(1), v.unsqueeze(1)), torch.zeros(4, dtype=torch.long)
+    loss, u_data, u_chains = likelihood_loss(energy, config, points[0], levels, points[1], levels)
+    slopes = torch.autograd.grad(loss, (u, v))
+    assert (4 * slopes[0]).tolist() == [1, 1, -1, -1] and (4 * slopes[1]).tolist() == [-1] * 4
+    assert loss.item() == pytest.approx((3 - 9 - 8 + 480) / 4)
+    assert torch.equal(u_data, u) and torch.equal(u_chains, v)
+    plain, _u, _v = likelihood_loss(energy, Config(), points[0], levels, points[1], levels)
+    assert plain.item() == pytest.approx((3 - 9 - 12 - 500) / 4)
+
+
+def test_a_margin_needs_pairs() -> None:
+    with pytest.raises(InputError, match="margin compares points and chains at the same levels"):
+        Config(margin=10.0)

@@ -65,6 +65,7 @@ class Config:
     decay_factor: float = 0.1
     clip: float = 0.0  # largest gradient norm; 0 is off
     energy_penalty: float = 0.0  # weight of mean U^2 over data and chains
+    margin: float = 0.0  # nats that a point may lie below the chain at its level; beyond it is raised; 0 is off
     level_rate: float = 0.0  # share of unequal level masses made up for at an adaptation; data then take chains' levels
     finish: int = 0  # last iterations, with the averaged weights: levels get their masses and steps their sizes (da)
     gain_rate: float = 0.0  # learning rate of the gains of the levels while chains persist (level-resnet); 0: all 1
@@ -134,7 +135,7 @@ class Config:
             "seed",
         ):
             _require(self, name, getattr(self, name) >= 0, "0 or more")
-        for name in ("floor", "clip", "energy_penalty", "level_rate", "gain_rate"):
+        for name in ("floor", "clip", "energy_penalty", "margin", "level_rate", "gain_rate"):
             _require(self, name, getattr(self, name) >= 0, "0 or more")
         for name in ("learning_rate", "denoise_rate", "relate_rate", "first_sd"):
             _require(self, name, getattr(self, name) > 0, "positive")
@@ -178,6 +179,8 @@ class Config:
             self.iterations > self.warm + self.finish,
             "more than denoise, relate and finish together",
         )
+        if self.margin and not self.level_rate:
+            raise InputError("margin compares points and chains at the same levels: level_rate must not be 0")
         if self.finish and not (self.level_rate and self.average):
             raise InputError("finish balances the levels of averaged weights: level_rate and average must not be 0")
         if 0 < self.finish < self.adapt_every:

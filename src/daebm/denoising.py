@@ -71,7 +71,7 @@ def draw_noisy(ladder: Ladder, z: Tensor, generator: torch.Generator) -> Noisy:
     """Standardised data z at random levels; a quarter as many pairs, one level apart."""
     t = torch.randint(ladder.levels, (len(z),), generator=generator, device=z.device)
     eps = torch.randn(z.shape, generator=generator, device=z.device)
-    x, sd = ladder.noised(z, t, eps), per_chain(ladder.variance.sqrt(), t, z)
+    x, sd = ladder.noised(z, t, eps), per_chain(ladder.on(z.device).variance.sqrt(), t, z)
     pairs = len(z) // 4 if ladder.top else 0
     return Noisy(x, t, eps, sd, *draw_pairs(ladder, z[:pairs], z[pairs : 2 * pairs], generator))
 

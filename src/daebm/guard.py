@@ -13,6 +13,7 @@ from daebm.checkpoint import write_atomically
 from daebm.config import Config
 
 MEASURES = ("loss", "gap", "grad_norm", "acceptance")  # what an iteration returns
+GAP = MEASURES.index("gap")
 WEIGHT_LIMIT = 1e6  # networks here have weights of order 1; a float32 energy beyond this has lost its last nat
 
 

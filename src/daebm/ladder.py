@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -68,18 +69,30 @@ class Ladder:
         added[1:] -= self.alpha[1:] * self.variance[:-1]
         return added
 
+    @cached_property
+    def _copies(self) -> dict[torch.device, Ladder]:
+        return {self.abar.device: self}
+
+    def on(self, device: torch.device) -> Ladder:
+        """This ladder on a device, copied there once: at every copy the host would wait for the device."""
+        if device not in self._copies:
+            self._copies[device] = Ladder(self.abar.to(device), self.variance.to(device))
+        return self._copies[device]
+
     def diffuse(self, z: Tensor, t: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Draw x_t given clean z of shape (n, ...) at levels t of shape (n,)."""
         return self.noised(z, t, torch.randn(z.shape, generator=generator, dtype=z.dtype, device=z.device))
 
     def noised(self, z: Tensor, t: Tensor, eps: Tensor) -> Tensor:
         """x_t of clean z for given noise."""
-        return per_chain(self.abar.sqrt(), t, z) * z + per_chain(self.variance.sqrt(), t, z) * eps
+        here = self.on(z.device)
+        return per_chain(here.abar.sqrt(), t, z) * z + per_chain(here.variance.sqrt(), t, z) * eps
 
     def diffuse_up(self, x: Tensor, t: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Draw x_(t+1) given x_t, one step of the diffusion."""
         eps = torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device)
-        return per_chain(self.alpha.sqrt(), t + 1, x) * x + per_chain(self.step_variance.sqrt(), t + 1, x) * eps
+        here = self.on(x.device)
+        return per_chain(here.alpha.sqrt(), t + 1, x) * x + per_chain(here.step_variance.sqrt(), t + 1, x) * eps
 
     @classmethod
     def single(cls, floor: float = 0.0) -> Ladder:
@@ -137,8 +150,8 @@ class Ladder:
 
 
 def per_chain(values: Tensor, t: Tensor, like: Tensor) -> Tensor:
-    """values[t] in the dtype and device of ``like``, shaped to broadcast over its event dimensions."""
-    chosen = values.to(like.device)[t].to(like.dtype)
+    """values[t] in the dtype of ``like``, shaped to broadcast over its event dimensions."""
+    chosen = values[t].to(like.dtype)
     return chosen.reshape(-1, *[1] * (like.ndim - 1))
 
 

@@ -82,8 +82,9 @@ def conditional(energy: Energy, ladder: Ladder, t: Tensor, partner: Tensor) -> P
 
     Appendix D. ``t`` is the level of x and ``partner`` lies one level up.
     """
+    ladder = ladder.on(partner.device)
     shrink = per_chain(ladder.alpha.sqrt(), t + 1, partner)
-    variance = ladder.step_variance.to(partner.device)[t + 1].to(partner.dtype)
+    variance = ladder.step_variance[t + 1].to(partner.dtype)
 
     def conditional_energy(x: Tensor) -> Tensor:
         return energy(x, t) + (partner - shrink * x).square().flatten(1).sum(1) / (2 * variance)
@@ -93,7 +94,7 @@ def conditional(energy: Energy, ladder: Ladder, t: Tensor, partner: Tensor) -> P
 
 def conditional_sigma(sigma: Tensor, ladder: Ladder, t: Tensor) -> Tensor:
     """Gao et al. step in y = sqrt(alpha_(t+1)) x; in x the same step is longer by 1 / sqrt(alpha_(t+1))."""
-    return sigma[t] / ladder.alpha.to(t.device).sqrt()[t + 1]
+    return sigma[t] / ladder.on(t.device).alpha.sqrt()[t + 1]
 
 
 def plain_info(t: Tensor, steps: Info) -> TransitionInfo:
@@ -120,7 +121,7 @@ def draw_negatives(
     if row.start == "partner":
         # Gao et al. start at y = x_(t+1), that is at x = x_(t+1) / sqrt(alpha_(t+1)).
         target = conditional(energy, ladder, t_data, partner)
-        start = partner / per_chain(ladder.alpha.sqrt(), t_data + 1, partner)
+        start = partner / per_chain(ladder.on(partner.device).alpha.sqrt(), t_data + 1, partner)
         step = conditional_sigma(sigma, ladder, t_data).to(start.dtype)
         x, info = langevin.run(kernel, target, start, step, config.steps, generator, compile=config.compile)
         return Negatives(x, t_data, [plain_info(t_data, info)])

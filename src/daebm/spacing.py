@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from daebm.errors import InputError
 from daebm.ladder import Ladder
 from daebm.samplers.mgms import Energy, carried_energies, label_energies
+
+Floats = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
 
 # A chain started at N(0, I) with label T must be able to move: below this overlap it mostly cannot.
 MINIMUM_NOISE_OVERLAP = 0.15
@@ -86,23 +90,22 @@ def level_balance(
         with torch.no_grad():
             return carried_energies(energy, x[rows], t[rows], labels[rows])[1]
 
-    u = torch.cat([energies(slice(i, i + chunk)) for i in range(0, len(x), chunk)]).cpu().double()
-    log_r, t = u[:, :1] - u[:, 1:], t.cpu()
-    log_r[~log_r.isfinite()] = -torch.inf  # refused, as the label moves do
-    up, edge_up, down, edge_down = log_r[t < top, 0], t[t < top], log_r[t > 0, 1], t[t > 0] - 1
+    # NumPy, whose calls on a few hundred numbers cost a fifth of PyTorch's: training asks for this all the time.
+    u = torch.cat([energies(slice(i, i + chunk)) for i in range(0, len(x), chunk)]).cpu().double().numpy()
+    log_r, own = u[:, :1] - u[:, 1:], t.cpu().numpy()
+    log_r[~np.isfinite(log_r)] = -np.inf  # refused, as the label moves do
+    rising, falling = _Moves(log_r[own < top, 0], own[own < top], top), _Moves(log_r[own > 0, 1], own[own > 0] - 1, top)
 
-    def both(log_mass: Tensor) -> Tensor:
-        risen = _edge_mean(up + log_mass[edge_up], edge_up, top)
-        return torch.stack([risen, _edge_mean(down - log_mass[edge_down], edge_down, top)])
-
-    high = torch.full((top,), float(log_r[log_r.isfinite()].abs().sum()), dtype=torch.float64)  # beyond every log r
-    low, log_mass = -high, torch.zeros_like(high)
-    one_sided = _log_edge_mean(down, edge_down, top) - _log_edge_mean(up, edge_up, top)  # where one of them is 0
-    for _ in range(128):  # down to rounding
-        risen, fallen = both(log_mass)
-        low, high = torch.where(risen < fallen, log_mass, low), torch.where(risen < fallen, high, log_mass)
-        log_mass = torch.where((risen + fallen).isnan(), one_sided, (low + high) / 2)
-    return -log_mass, both(log_mass).nanmean(0, dtype=torch.float64)
+    # Beyond every log r, and beyond what few moves that are not refused have to make up for.
+    largest = np.abs(log_r[np.isfinite(log_r)]).max(initial=0.0) + np.log(len(log_r)) + 1
+    low, high, log_mass = np.full(top, -largest), np.full(top, largest), np.zeros(top)
+    one_sided = falling.log_mean() - rising.log_mean()  # where one of them is 0
+    for _ in range(64):  # down to rounding
+        risen, fallen = rising.accepted(log_mass), falling.accepted(-log_mass)
+        low, high = np.where(risen < fallen, log_mass, low), np.where(risen < fallen, high, log_mass)
+        log_mass = np.where(np.isnan(risen + fallen), one_sided, (low + high) / 2)
+    both = torch.from_numpy(np.stack([rising.accepted(log_mass), falling.accepted(-log_mass)]))
+    return torch.from_numpy(-log_mass), both.nanmean(0, dtype=torch.float64)
 
 
 def respaced(ladder: Ladder, acceptance: Tensor, top: int | None = None, overlap: float | None = None) -> Ladder:
@@ -162,16 +165,28 @@ def _metropolis(log_r: Tensor) -> Tensor:
     return log_r.clamp(max=0).exp()
 
 
-def _edge_mean(log_r: Tensor, edge: Tensor, edges: int) -> Tensor:
-    """Mean acceptance of the moves over each edge; NaN for an edge without any."""
-    return torch.bincount(edge, _metropolis(log_r), minlength=edges) / torch.bincount(edge, minlength=edges)
+class _Moves:
+    """Moves of labels in one direction: their log ratios, and which of ``edges`` edges they go over."""
 
+    def __init__(self, log_r: Floats, edge: Integers, edges: int) -> None:
+        self.log_r, self.edge, self.edges = log_r, edge, edges
+        count = np.bincount(edge, minlength=edges)
+        self.count = np.where(count > 0, count, np.nan)
 
-def _log_edge_mean(log_r: Tensor, edge: Tensor, edges: int) -> Tensor:
-    """Log of the mean of exp(log_r) over each edge; 0 for an edge without any, or with refused moves only."""
-    own = torch.where(edge == torch.arange(edges).unsqueeze(1), log_r, -torch.inf)
-    mean = torch.logsumexp(own, 1) - torch.bincount(edge, minlength=edges).double().log()
-    return torch.where(mean.isfinite(), mean, 0.0)
+    def accepted(self, log_factor: Floats) -> Floats:
+        """Mean acceptance over each edge with so much added to the log ratios; NaN for an edge without any."""
+        probability = np.exp(np.minimum(self.log_r + log_factor[self.edge], 0))
+        mean: Floats = np.bincount(self.edge, probability, self.edges) / self.count
+        return mean
+
+    def log_mean(self) -> Floats:
+        """Log of the mean of exp(log_r) over each edge; 0 for an edge without any, or with refused moves only."""
+        largest = np.full(self.edges, -np.inf)
+        np.maximum.at(largest, self.edge, self.log_r)
+        largest = np.where(np.isfinite(largest), largest, 0.0)
+        total = np.bincount(self.edge, np.exp(self.log_r - largest[self.edge]), self.edges)
+        known = total > 0
+        return np.where(known, largest + np.log(np.where(known, total, 1.0) / np.where(known, self.count, 1.0)), 0.0)
 
 
 def _mixture_points(data: Tensor, generator: torch.Generator | None) -> Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +19,7 @@ from daebm.data import Dataset, check_finite
 from daebm.denoising import draw_labelled, draw_noisy
 from daebm.engine import Engine
 from daebm.errors import DivergenceError, InputError
-from daebm.guard import MEASURES, MetricsLog, bad_weights, trouble
+from daebm.guard import GAP, MEASURES, MetricsLog, bad_weights, trouble
 from daebm.ladder import Ladder
 from daebm.levels import balance_levels, deserted, settle
 from daebm.methods import draw_negatives, method
@@ -28,6 +30,7 @@ from daebm.state import Saved, TrainingState, build_ladder, optimiser, start
 from daebm.updates import learning_rate, update
 
 OVERLAP_SEED = 30_000_001  # a stream of its own: a check must not share noise with the chains
+TRAIL = 20  # iterations whose energy gaps a roll-back reports
 FINISHING = 50  # iterations with the final weights after which levels are corrected half as much
 ROLLBACK_RATE_FACTOR = 0.5  # the learning rate after a roll-back, relative to before
 
@@ -110,6 +113,7 @@ def train(
     clock = time.perf_counter()
     check_every = config.log_every if config.device == "cuda" else 1  # reading from a GPU stops it
     unread: list[Tensor] = []
+    recent: deque[float] = deque(maxlen=TRAIL)  # energy gaps, to see how a divergence came about
 
     while state.iteration < config.iterations:
         unread.append(advance(setup))
@@ -119,7 +123,11 @@ def train(
             continue
         history = torch.stack(unread).tolist()
         unread.clear()
-        problem = next((found for row in history if (found := trouble(config, row))), None)
+        problem = None
+        for row in history:
+            recent.append(row[GAP])
+            if problem := trouble(config, row):
+                break
         if problem is None and due:
             problem = bad_weights(state.network)
         now = time.perf_counter()
@@ -142,9 +150,11 @@ def train(
                 "iteration": failed,
                 "event": "roll-back",
                 "reason": problem,
+                "gaps_before": [round(gap, 1) if math.isfinite(gap) else None for gap in recent],
                 "to": state.iteration,
                 "rate_scale": state.rate_scale,
             }
+            recent.clear()
             report(event)
             if metrics_file is not None:
                 metrics_file.restart(state.iteration, event)
