@@ -125,17 +125,34 @@ def test_an_empty_level_is_weighed_from_one_side() -> None:
     torch.testing.assert_close(alone, expected * torch.tensor([1, 0, 0]), rtol=0, atol=1e-9)
 
 
-def test_refused_moves_are_made_up_for_by_mass() -> None:
+@pytest.mark.parametrize("no_energy", [math.nan, math.inf])
+def test_refused_moves_are_made_up_for_by_mass(no_energy: float) -> None:
     """Up one move in four is possible, with log r = -3; down all are, with 3: as often where 1/4 = e^(3 - m)."""
     t = torch.arange(2).repeat_interleave(40)
     index = torch.arange(80.0).unsqueeze(1)
 
     def energy(x: Tensor, at: Tensor) -> Tensor:
         refused = (x[:, 0] < 40) & (x[:, 0] % 4 > 0) & (at == 1)
-        return torch.where(refused, torch.nan, 3.0 * at)
+        return torch.where(refused, no_energy, 3.0 * at)
 
     ratio, acceptance = level_balance(energy, index, t, 1)
     assert float(ratio) == pytest.approx(-3 - math.log(4)) and float(acceptance) == pytest.approx(1 / 4)
+
+
+@pytest.mark.parametrize("no_energy", [math.nan, math.inf, -math.inf])
+def test_where_every_move_is_refused_nothing_is_to_be_made_up_for(no_energy: float) -> None:
+    """Of three levels the upper two have no energy: nobody comes from 0 to 1, or from 1 anywhere."""
+    ratio, acceptance = level_balance(
+        lambda x, at: torch.where(at > 0, no_energy, 0.0 * x[:, 0]), torch.zeros(30, 1), torch.arange(30) % 3, 2
+    )
+    assert ratio.tolist() == [0, 0] and acceptance.tolist() == [0, 0]
+
+
+def test_one_absurd_energy_does_not_blur_other_levels() -> None:
+    """Two levels with log r of 1 and -1 everywhere, and a third that differs from them by 1e20."""
+    values = torch.tensor([0.0, 1.0, 1e20], dtype=torch.float64)
+    ratio, _acceptance = level_balance(lambda x, at: values[at], torch.zeros(30, 1), torch.arange(30) % 3, 2)
+    assert float(ratio[0]) == pytest.approx(-1, abs=1e-9) and float(ratio[1]) == pytest.approx(-1e20)
 
 
 def test_carried_labels_see_masses_where_levels_do_not_overlap() -> None:

@@ -223,12 +223,11 @@ def _halved(h: Tensor) -> Tensor:
 
 
 class _Halved(torch.autograd.Function):
-    """For maps in 16 bits, where traffic is what costs: unlike the library's, one kernel with the sum before it.
+    """For maps in 16 bits, where traffic is what costs: compiled, it is one kernel with the sum before it.
 
-    The slope is written down and has channels last, which that of slices has not: convolutions would copy it.
+    The backward pass is written out so that its result has channels last; that of slices would not, and every
+    convolution would copy it.
     """
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(h: Tensor) -> Tensor:

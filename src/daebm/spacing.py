@@ -76,9 +76,9 @@ def level_balance(
     """Per edge t <-> t + 1 the log of mass(t + 1) over mass(t), to be made up for, and the label acceptance then; (T,).
 
     The log mass ratio is the one at which both directions are accepted equally often (Bennett's way). With chains at
-    one end only it is the log of their mean exp(-(change of U)), noisier, but it is what fills an empty level; without
-    any it is 0. The ratio of masses is the same with ``carry``, and known better where levels overlap better then.
-    Evaluates ``chunk`` chains at a time, each at t, t + 1 and t - 1.
+    one end only, or all moves refused at the other, it is the log of their mean exp(-(change of U)), noisier, but it is
+    what fills an empty level; without any it is 0. The ratio of masses is the same with ``carry``, and known better
+    where levels overlap better then. Evaluates ``chunk`` chains at a time, each at t, t + 1 and t - 1.
     """
     if not 0 < len(x) == len(t) or bool(((t < 0) | (t > top)).any()):
         raise InputError(f"every chain needs a label in 0..{top}: got {len(x)} chains, labels {sorted({*t.tolist()})}")
@@ -90,20 +90,21 @@ def level_balance(
         with torch.no_grad():
             return carried_energies(energy, x[rows], t[rows], labels[rows])[1]
 
-    # NumPy, whose calls on a few hundred numbers cost a fifth of PyTorch's: training asks for this all the time.
-    u = torch.cat([energies(slice(i, i + chunk)) for i in range(0, len(x), chunk)]).cpu().double().numpy()
-    log_r, own = u[:, :1] - u[:, 1:], t.cpu().numpy()
+    u = torch.cat([energies(slice(i, i + chunk)) for i in range(0, len(x), chunk)]).detach().cpu().double()
+    # NumPy from here on: its calls on a few hundred numbers cost a third of PyTorch's, and training asks all the time.
+    log_r, own = (u[:, :1] - u[:, 1:]).numpy(), t.cpu().numpy()
     log_r[~np.isfinite(log_r)] = -np.inf  # refused, as the label moves do
     rising, falling = _Moves(log_r[own < top, 0], own[own < top], top), _Moves(log_r[own > 0, 1], own[own > 0] - 1, top)
 
-    # Beyond every log r, and beyond what few moves that are not refused have to make up for.
-    largest = np.abs(log_r[np.isfinite(log_r)]).max(initial=0.0) + np.log(len(log_r)) + 1
-    low, high, log_mass = np.full(top, -largest), np.full(top, largest), np.zeros(top)
-    one_sided = falling.log_mean() - rising.log_mean()  # where one of them is 0
+    # The log of the number of chains on top, for the root lies beyond every log r if most moves are refused.
+    high = np.maximum(rising.largest(), falling.largest()) + np.log(len(log_r)) + 1
+    low, log_mass = -high, np.zeros(top)
+    one_sided = falling.log_mean() - rising.log_mean()  # one of them is 0
     for _ in range(64):  # down to rounding
-        risen, fallen = rising.accepted(log_mass), falling.accepted(-log_mass)
-        low, high = np.where(risen < fallen, log_mass, low), np.where(risen < fallen, high, log_mass)
-        log_mass = np.where(np.isnan(risen + fallen), one_sided, (low + high) / 2)
+        less = rising.accepted(log_mass) < falling.accepted(-log_mass)
+        low, high = np.where(less, log_mass, low), np.where(less, high, log_mass)
+        log_mass = (low + high) / 2
+    log_mass = np.where(rising.possible & falling.possible, log_mass, one_sided)
     both = torch.from_numpy(np.stack([rising.accepted(log_mass), falling.accepted(-log_mass)]))
     return torch.from_numpy(-log_mass), both.nanmean(0, dtype=torch.float64)
 
@@ -172,6 +173,13 @@ class _Moves:
         self.log_r, self.edge, self.edges = log_r, edge, edges
         count = np.bincount(edge, minlength=edges)
         self.count = np.where(count > 0, count, np.nan)
+        self.possible = np.bincount(edge[np.isfinite(log_r)], minlength=edges) > 0  # not all refused
+
+    def largest(self) -> Floats:
+        """The largest size of a log ratio over each edge that is finite; 0 without any."""
+        largest, finite = np.zeros(self.edges), np.isfinite(self.log_r)
+        np.maximum.at(largest, self.edge[finite], np.abs(self.log_r[finite]))
+        return largest
 
     def accepted(self, log_factor: Floats) -> Floats:
         """Mean acceptance over each edge with so much added to the log ratios; NaN for an edge without any."""

@@ -30,7 +30,7 @@ from daebm.state import Saved, TrainingState, build_ladder, optimiser, start
 from daebm.updates import learning_rate, update
 
 OVERLAP_SEED = 30_000_001  # a stream of its own: a check must not share noise with the chains
-TRAIL = 20  # iterations whose energy gaps a roll-back reports
+TRAIL = 20  # the last energy gaps, so many at most, that a roll-back reports
 FINISHING = 50  # iterations with the final weights after which levels are corrected half as much
 ROLLBACK_RATE_FACTOR = 0.5  # the learning rate after a roll-back, relative to before
 
@@ -113,7 +113,7 @@ def train(
     clock = time.perf_counter()
     check_every = config.log_every if config.device == "cuda" else 1  # reading from a GPU stops it
     unread: list[Tensor] = []
-    recent: deque[float] = deque(maxlen=TRAIL)  # energy gaps, to see how a divergence came about
+    recent: deque[tuple[int, float]] = deque(maxlen=TRAIL)  # energy gaps, to see how a divergence came about
 
     while state.iteration < config.iterations:
         unread.append(advance(setup))
@@ -124,8 +124,8 @@ def train(
         history = torch.stack(unread).tolist()
         unread.clear()
         problem = None
-        for row in history:
-            recent.append(row[GAP])
+        for at, row in enumerate(history, state.iteration - len(history) + 1):
+            recent.append((at, row[GAP]))
             if problem := trouble(config, row):
                 break
         if problem is None and due:
@@ -135,7 +135,15 @@ def train(
 
         if problem is not None:
             failed, rollbacks, seconds = state.iteration, state.rollbacks, state.seconds
+            event: dict[str, Any] = {
+                "iteration": failed,
+                "reason": problem,
+                "gaps": [(at, float(f"{gap:.3g}") if math.isfinite(gap) else None) for at, gap in recent],
+            }
+            recent.clear()
             if rollbacks >= config.maximum_rollbacks:
+                if metrics_file is not None:
+                    metrics_file.write(event | {"event": "divergence"})
                 raise DivergenceError(
                     f"training diverged at iteration {failed} ({problem}) after {rollbacks} roll-backs: "
                     f"lower learning_rate (now {config.learning_rate:g}) or raise energy_penalty; "
@@ -146,15 +154,7 @@ def train(
             state.rollbacks, state.seconds = rollbacks + 1, seconds
             state.rate_scale *= ROLLBACK_RATE_FACTOR
             saved.save(state)
-            event: dict[str, Any] = {
-                "iteration": failed,
-                "event": "roll-back",
-                "reason": problem,
-                "gaps_before": [round(gap, 1) if math.isfinite(gap) else None for gap in recent],
-                "to": state.iteration,
-                "rate_scale": state.rate_scale,
-            }
-            recent.clear()
+            event |= {"event": "roll-back", "to": state.iteration, "rate_scale": state.rate_scale}
             report(event)
             if metrics_file is not None:
                 metrics_file.restart(state.iteration, event)
@@ -213,7 +213,7 @@ def advance(setup: Setup) -> Tensor:
 def step(setup: Setup) -> Tensor:
     """One iteration: data at random levels, chains moved, one gradient step on mean U(data) - mean U(chains).
 
-    Nothing in here waits for the device but the balance of the levels, once in ``adapt_every`` iterations.
+    For `da` nothing in here waits for the device but the balance of the levels, once in ``adapt_every`` iterations.
     """
     config, state, ladder = setup.config, setup.state, setup.ladder
     row = method(config.method)

@@ -44,7 +44,7 @@ def likelihood_loss(
     """mean U(data) - mean U(chains), with a small penalty on the size of U; and U of both.
 
     With a margin, points that lie further than that below the chain at their level are raised and not lowered. The
-    model then holds them for e^margin times as likely as they are, and chains would gather there if they knew the
+    model gives them e^margin times the density of what it draws itself, and chains would gather there if they knew the
     way. Of a rare kind of points (garments with stripes, one in a thousand) there may be no chain to say so for a long
     time, and energies that nothing holds fall ever faster.
     """

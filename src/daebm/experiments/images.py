@@ -59,8 +59,8 @@ PAPER: dict[str, Any] = (
 # slopes leave an image's energy at one level nats wrong against that at another, and labels stick there. A network
 # whose slopes are learned is too sure of itself: with gains of .9 at the low levels its chains are as high as the data.
 # The rate of likelihood must let the energy rise under a chain before it gets stuck, and 400 chains are few enough that
-# each makes round trips. Energies of images have an sd of 110 nats: none lies a margin of 1,000 below a chain, unless
-# its kind falls because no chain is of that kind. A batch whose gap is as large is a divergence.
+# each makes round trips. Energies of images have an sd of 110 nats: one in 20,000 lies a margin of 1,000 below a chain,
+# unless its kind falls because no chain is of that kind. A batch whose gap is as large is a divergence.
 OURS: dict[str, Any] = (
     GPU
     | BOOKS
