@@ -43,18 +43,17 @@ def likelihood_loss(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """mean U(data) - mean U(chains), with a small penalty on the size of U; and U of both.
 
-    With a margin, points that lie further than that below the chain at their level are raised and not lowered. The
-    model gives them e^margin times the density of what it draws itself, and chains would gather there if they knew the
-    way. Of a rare kind of points (garments with stripes, one in a thousand) there may be no chain to say so for a long
-    time, and energies that nothing holds fall ever faster.
+    With a margin, a point that lies further than that below the chain at its level is drawn together with it, and not
+    apart. The model gives it e^margin times the density of what it draws itself, and chains would gather there if they
+    knew the way. Of a rare kind of points (garments with stripes, one in a thousand) there may be no chain to say so
+    for a long time, and energies that nothing holds fall ever faster.
     """
     u_data, u_chains = energy(x_data, t_data), energy(x_chains, t_chains)
     size = u_data.square().mean() + u_chains.square().mean()
-    taught = u_data
+    gap = u_data.mean() - u_chains.mean()
     if config.margin:
-        lowest = u_chains.detach() - config.margin
-        taught = lowest + (u_data - lowest).abs()
-    loss = taught.mean() - u_chains.mean() + config.energy_penalty * size
+        gap = (u_data - u_chains + config.margin).abs().mean() - config.margin
+    loss = gap + config.energy_penalty * size
     return loss, u_data, u_chains
 
 
