@@ -201,7 +201,8 @@ class ResNet(nn.Module):
 
     def _rest(self, h: Tensor, c: Tensor, level: list[Tensor]) -> Tensor:
         *shifts, head = level
-        pooled = F.silu(self._last(h, c, shifts)).flatten(2).sum(2, dtype=head.dtype)
+        last = F.silu(self._last(h, c, shifts)).permute(0, 2, 3, 1)  # so that the slope has channels last too
+        pooled = last.flatten(1, 2).sum(1, dtype=head.dtype)
         return -(pooled * head).sum(1)
 
     def _last(self, h: Tensor, c: Tensor, shifts: list[Tensor]) -> Tensor:
