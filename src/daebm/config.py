@@ -65,9 +65,7 @@ class Config:
     decay_factor: float = 0.1
     clip: float = 0.0  # largest gradient norm; 0 is off
     energy_penalty: float = 0.0  # weight of mean U^2 over data and chains
-    margin: float = (
-        0.0  # nats that a point may lie below the chain at its level, beyond they are drawn together; 0 is off
-    )
+    margin: float = 0.0  # nats a point may lie below the chain at its level before they are drawn together; 0 is off
     level_rate: float = 0.0  # share of unequal level masses made up for at an adaptation; data then take chains' levels
     finish: int = 0  # last iterations, with the averaged weights: levels get their masses and steps their sizes (da)
     gain_rate: float = 0.0  # learning rate of the gains of the levels while chains persist (level-resnet); 0: all 1
