@@ -30,7 +30,7 @@ from daebm.methods import METHODS, Negatives, draw_negatives
 from daebm.runs import matched_iterations
 from daebm.state import CHECKPOINT, STATE, TrainingState, build_ladder, start
 from daebm.training import Setup, advance, begin, learning_rate, step, train
-from daebm.updates import likelihood_loss
+from daebm.updates import likelihood_loss, trainable
 
 ALL = list(METHODS)
 
@@ -359,6 +359,7 @@ def test_ten_and_ten_are_twenty(config: Config, tmp_path: Path, last: int):
         {"start": "noise", "restart": 0.3},
         {"reject_from": 12},
         {"clip": 0.5, "energy_penalty": 0.1},
+        {"trust": 0.01},
         {"floor": 0.1},
         {"network": "level-mlp", "squares": 2, "octaves": 1},
         {"ladder": "paper", "delta_first": 0.01, "delta_last": 0.4},
@@ -560,3 +561,40 @@ def test_a_margin_holds_energies_that_no_chain_holds(margin: float) -> None:
 def test_a_margin_needs_pairs() -> None:
     with pytest.raises(InputError, match="margin compares points and chains at the same levels"):
         Config(margin=10.0)
+
+
+def one_update(trust: float, iteration: int = 0, **changes: Any) -> tuple[float, list[Tensor], float]:
+    """By how much an update lowers the loss of its batch, to first order; its way, weight by weight; and its rate."""
+    config = small("da", trust=trust, warm_up=0, learning_rate=0.01, **changes)
+    setup = begin(config, DATA)
+    while setup.state.iteration < iteration:
+        advance(setup)
+    weights = trainable(setup.state.network)
+    before = [weight.detach().clone() for weight in weights]
+    rate = learning_rate(config, setup.state.iteration)
+    advance(setup)
+    moved = [weight.detach() - old for weight, old in zip(weights, before, strict=True)]
+    slopes = [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in weights]
+    return -sum(float((way * slope).sum()) for way, slope in zip(moved, slopes, strict=True)), moved, rate
+
+
+def test_an_update_lowers_its_batch_by_what_it_is_trusted_with() -> None:
+    free, way, _rate = one_update(0.0)
+    assert free > 0.02  # planted: what an update does that nothing holds
+    held, shorter, _rate = one_update(0.01)
+    # Float32 sums of some hundred products.
+    assert held == pytest.approx(0.01, rel=1e-3)
+    for a, b in zip(way, shorter, strict=True):  # in the same direction
+        torch.testing.assert_close(a * (held / free), b, rtol=1e-2, atol=1e-7)
+    same = one_update(10 * free)  # as if there were no limit
+    assert all(torch.equal(a, b) for a, b in zip(way, same[1], strict=True))
+
+
+def test_trust_falls_as_the_rate_does_and_is_for_chains_alone() -> None:
+    late, _way, rate = one_update(0.01, iteration=17)
+    assert rate < 0.004
+    assert late == pytest.approx(0.01 * rate / 0.01, rel=1e-2)
+    level = {"network": "level-mlp", "squares": 2, "octaves": 1, "denoise": 2}
+    assert all(
+        torch.equal(a, b) for a, b in zip(one_update(1e-9, **level)[1], one_update(0.0, **level)[1], strict=True)
+    )

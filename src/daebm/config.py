@@ -64,6 +64,7 @@ class Config:
     milestones: tuple[float, ...] = ()  # shares of the iterations at which the rate is multiplied by decay_factor
     decay_factor: float = 0.1
     clip: float = 0.0  # largest gradient norm; 0 is off
+    trust: float = 0.0  # most nats by which an update with chains lowers its batch's loss; falls as the rate; 0 is off
     energy_penalty: float = 0.0  # weight of mean U^2 over data and chains
     margin: float = 0.0  # nats a point may lie below the chain at its level before they are drawn together; 0 is off
     level_rate: float = 0.0  # share of unequal level masses made up for at an adaptation; data then take chains' levels
@@ -135,7 +136,7 @@ class Config:
             "seed",
         ):
             _require(self, name, getattr(self, name) >= 0, "0 or more")
-        for name in ("floor", "clip", "energy_penalty", "margin", "level_rate", "gain_rate"):
+        for name in ("floor", "clip", "trust", "energy_penalty", "margin", "level_rate", "gain_rate"):
             _require(self, name, getattr(self, name) >= 0, "0 or more")
         for name in ("learning_rate", "denoise_rate", "relate_rate", "first_sd"):
             _require(self, name, getattr(self, name) > 0, "positive")
