@@ -174,10 +174,11 @@ def test_nothing_waits_for_the_device_within_an_iteration() -> None:
     config = Config(
         **{"network": "level-resnet", "width": 16, "hidden": 1, "floor": 0.2, "top": 11, "device": "cuda"},
         **{"compile": True, "denoise": 4, "relate": 4, "iterations": 40, "batch": 32, "store": 64, "average": 0.9},
-        **{"label_move": "carry", "block": 4, "level_rate": 0.3, "gain_rate": 1e-3, "adapt_every": 10},
+        **{"label_move": "carry", "block": 4, "level_rate": 0.3, "gain_rate": 1e-3, "adapt_every": 10, "trust": 0.1},
     )
     setup = begin(config, data)
-    for part in (denoise, relate, step):
+    for part, iteration in ((denoise, 0), (relate, 4), (step, 11)):
+        setup.state.iteration = iteration
         part(setup)  # records its graphs
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -204,6 +205,7 @@ def test_a_resumed_run_continues_bit_for_bit(precision: str, tmp_path: Path) -> 
             "finish": 8,
             "batch": 32,
             "store": 64,
+            "trust": 0.1,
         },
         **{"steps": 3, "bursts": 2, "label_move": "carry", "block": 4, "level_rate": 0.3, "gain_rate": 1e-3},
         **{"learning_rate": 1e-4, "adapt_every": 2, "average": 0.9, "checkpoint_every": 4, "log_every": 2},
