@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from daebm import Dataset, updates
+from daebm import Dataset
 from daebm.config import resolve
 from daebm.data import to_unit_range
 from daebm.experiments.images import dataset, presets
@@ -23,7 +23,8 @@ from daebm.levels import balance_levels
 from daebm.samplers.langevin import KERNELS
 from daebm.training import Setup, advance, begin
 
-DENOISE, RELATE, HORIZON, LAST = 1000, 400, 1000, 100
+DENOISE, RELATE = 1000, 400  # iterations of warm start
+HORIZON, LAST = 1000, 100  # iterations: of the average, and of what is shown on the way
 SETTLE, WALK = 200, 250  # transitions in which levels get their masses, and in which chains are looked at
 SMALL = {"device": "cpu", "precision": "fp32", "compile": "false", "width": "16", "batch": "100", "store": "200"}
 Weights = dict[str, Tensor]
@@ -96,32 +97,22 @@ def main() -> None:
     torch.set_num_threads(1)  # figures depend on it in the last digits
     setup = set_up(options)
     held_out = setup.dataset.standardise(setup.dataset.held_out)
-    weights, lowered = dict(setup.state.network.named_parameters()), [0.0]
-    step = updates._step
-
-    def watched(optimiser: torch.optim.Optimizer, most: float) -> None:
-        moving = [weight for weight in optimiser.param_groups[0]["params"] if weight.grad is not None]
-        old = [weight.detach().clone() for weight in moving]
-        step(optimiser, most)
-        lowered.append(float(sum(((a - b.detach()) * b.grad).sum() for a, b in zip(old, moving, strict=True))))
-
-    updates._step = watched
-    average: Weights = {}
-    gaps = []
+    weights, average = dict(setup.state.network.named_parameters()), Weights()
+    gaps, lowered = [], []
     for k in range(setup.config.iterations):
+        before = {name: weight.detach().clone() for name, weight in weights.items() if name != "log_gain"}
         measures, age = advance(setup), k + 1 - setup.config.warm
         if age <= 0:
             continue
+        moved = [(old - weights[name].detach(), weights[name].grad) for name, old in before.items()]
+        lowered.append(sum(float((way * slope).sum()) for way, slope in moved if slope is not None))
         gaps.append(float(measures[1]))
         average = average or {name: weight.detach().clone() for name, weight in weights.items()}
         for name, weight in weights.items():
             average[name].lerp_(weight.detach(), max(1 / HORIZON, 1 / age))
         if age % max(1, options.iterations // 10) == 0:
-            gap = sum(gaps[-LAST:]) / len(gaps[-LAST:])
-            print(
-                f"{age}: an update lowers its batch by {sum(lowered[-LAST:]) / LAST:.3f} nats, gap {gap:.1f}",
-                flush=True,
-            )
+            nats, gap = (sum(values[-LAST:]) / len(values[-LAST:]) for values in (lowered, gaps))
+            print(f"{age}: an update lowers its batch by {nats:.3f} nats, gap {gap:.1f}", flush=True)
     for name, chosen in (("as they are", weights), ("averaged", average)):
         print(f"weights that stay, {name}: " + "; ".join(staying(setup, chosen, held_out)), flush=True)
 

@@ -272,6 +272,13 @@ def test_a_fault_that_stays_ends_the_run(tmp_path: Path, monkeypatch: pytest.Mon
     assert [event["event"] for event in log(tmp_path)[1]] == ["roll-back"] * maximum + ["divergence"]
 
 
+@pytest.mark.parametrize(("trust", "advice"), [(0.0, "lower learning_rate"), (0.5, r"lower trust \(now 0.5\)")])
+def test_a_divergence_names_what_holds_updates(monkeypatch: pytest.MonkeyPatch, trust: float, advice: str):
+    inject(monkeypatch, FAULTS[0], when=14, times=-1)
+    with pytest.raises(DivergenceError, match=advice):
+        train(small(maximum_rollbacks=0, trust=trust), dataset())
+
+
 def test_a_rate_that_is_far_too_high_ends_the_run(tmp_path: Path):
     """Nothing injected: the energies run away by themselves, halving the rate three times is not enough."""
     config = small("persistent", optimiser="sgd", learning_rate=1e6, maximum_gap=1e3)

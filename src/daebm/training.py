@@ -142,11 +142,12 @@ def train(
             }
             recent.clear()
             if rollbacks >= config.maximum_rollbacks:
+                limit = "trust" if config.trust else "learning_rate"
                 if metrics_file is not None:
                     metrics_file.write(event | {"event": "divergence"})
                 raise DivergenceError(
                     f"training diverged at iteration {failed} ({problem}) after {rollbacks} roll-backs: "
-                    f"lower learning_rate (now {config.learning_rate:g}) or raise energy_penalty; "
+                    f"lower {limit} (now {getattr(config, limit):g}) or raise energy_penalty; "
                     "the last good checkpoint is kept, --overwrite starts again"
                 )
             saved.load(state)

@@ -63,7 +63,7 @@ def _step(optimiser: torch.optim.Optimizer, most: float) -> None:
 
     Adam moves each weight by the rate, however many there are: in a network of millions one update at 1e-5 lowers the
     loss of its batch by nats, and what is particular to the batch with it. Weights then follow the chains from one kind
-    of image to the next, and the gap is 0 as long as they move. A rate in nats is the same for every network.
+    of image to the next, and the gap is 0 as long as they move. Nats do not depend on how many weights there are.
     """
     if not most:
         optimiser.step()
