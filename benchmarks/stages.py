@@ -66,7 +66,7 @@ class Looks:
             plain = getattr(self.network, "ungained", self.network)
             sd = per_chain(self.ladder.on(z.device).variance.sqrt(), t, z)
             found.append(round(float(denoising_loss(plain, self.ladder.noised(z, t, eps), t, eps, sd).detach()), 4))
-        labelled = draw_labelled(self.ladder, z, self.setup.config.block, generator)
+        labelled = draw_labelled(self.ladder, z, generator)
         with torch.no_grad():
             parts = [[part[i : i + 100] for part in labelled] for i in range(0, len(z), 100)]
             label = sum(len(part[0]) * float(label_loss(self.network, *part)) for part in parts) / len(z)

@@ -27,6 +27,7 @@ DENOISE, RELATE = 1000, 400  # iterations of warm start
 HORIZON, LAST = 1000, 100  # iterations: of the average, and of what is shown on the way
 SETTLE, WALK = 200, 250  # transitions in which levels get their masses, and in which chains are looked at
 SMALL = {"device": "cpu", "precision": "fp32", "compile": "false", "width": "16", "batch": "100", "store": "200"}
+SMALL |= {"block": "8"}  # as the preset had when the table was made
 Weights = dict[str, Tensor]
 
 

@@ -574,7 +574,7 @@ def test_the_levels_of_carried_images_are_learned() -> None:
         config(denoise=0, relate=300, iterations=301, relate_rate=0.02, batch=64, store=64, block=3),
         Dataset("contrasts", data, data[:10]),
     )
-    labelled = draw_labelled(it.ladder, data, 3, generator)
+    labelled = draw_labelled(it.ladder, data, generator, 3)
 
     def loss() -> float:
         return label_loss(it.state.network, *labelled).item()

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from daebm.ladder import Ladder, per_chain
 from daebm.samplers.mgms import Energy, blocks, carried_energies
 
+BLOCK = 8  # labels among which the right one is to be told
 LABEL_WEIGHT = 5.0  # a block spans a seventh of our ladders: all of them together weigh about as much as all noise
 
 
@@ -99,7 +100,7 @@ class Labelled(NamedTuple):
     valid: Tensor
 
 
-def draw_labelled(ladder: Ladder, z: Tensor, size: int, generator: torch.Generator) -> Labelled:
+def draw_labelled(ladder: Ladder, z: Tensor, generator: torch.Generator, size: int = BLOCK) -> Labelled:
     """Standardised data z at random levels, with the blocks that a label move of ``size`` labels would draw from."""
     t = torch.randint(ladder.levels, (len(z),), generator=generator, device=z.device)
     return Labelled(ladder.diffuse(z, t, generator), t, *blocks(t, ladder.top, size, generator))

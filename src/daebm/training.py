@@ -288,7 +288,7 @@ def relate(setup: Setup) -> Tensor:
     """
     config, state, ladder, generator = setup.config, setup.state, setup.ladder, setup.state.generator
     z = setup.points(_next_batch(state, len(setup.data), config.batch))
-    given = (*draw_noisy(ladder, z, generator)[:4], *draw_labelled(ladder, z, config.block, generator))
+    given = (*draw_noisy(ladder, z, generator)[:4], *draw_labelled(ladder, z, generator))
     (loss,), gradient = setup.engine.relating(*given)
     grad_norm = update(config, state, gradient)
     return torch.stack([loss, torch.zeros_like(loss), grad_norm, torch.zeros_like(loss)])
