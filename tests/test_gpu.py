@@ -149,7 +149,7 @@ def test_captured_gradients_are_the_eager_ones() -> None:
     for _ in range(3):
         z = torch.randn(32, 1, 16, 16, device="cuda", generator=generator)
         noisy = draw_noisy(setups[0].ladder, z, generator)
-        labelled = draw_labelled(setups[0].ladder, z, generator, 4)
+        labelled = draw_labelled(setups[0].ladder, z, generator)
         for name, inputs in (
             ("chainless", noisy),
             ("relating", (*noisy[:4], *labelled)),

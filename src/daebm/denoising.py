@@ -100,10 +100,10 @@ class Labelled(NamedTuple):
     valid: Tensor
 
 
-def draw_labelled(ladder: Ladder, z: Tensor, generator: torch.Generator, size: int = BLOCK) -> Labelled:
-    """Standardised data z at random levels, with the blocks that a label move of ``size`` labels would draw from."""
+def draw_labelled(ladder: Ladder, z: Tensor, generator: torch.Generator) -> Labelled:
+    """Standardised data z at random levels, with blocks of labels as a label move would draw from."""
     t = torch.randint(ladder.levels, (len(z),), generator=generator, device=z.device)
-    return Labelled(ladder.diffuse(z, t, generator), t, *blocks(t, ladder.top, size, generator))
+    return Labelled(ladder.diffuse(z, t, generator), t, *blocks(t, ladder.top, BLOCK, generator))
 
 
 def label_loss(energy: Energy, x: Tensor, t: Tensor, labels: Tensor, valid: Tensor) -> Tensor:
