@@ -191,7 +191,7 @@ def trained(folder: Path) -> None:
     set_precision(model.network, "tf32")
     snapshots = []
     for _ in range(8):
-        x, t, _gradients = sampling.transitions(sampler, sampling.Drawn(x, t, 0), 10, generator)
+        x, t, *_costs = sampling.transitions(sampler, sampling.Drawn(x, t, 0), 10, generator)
         snapshots.append((x, t))
     x, t = (torch.cat(part) for part in zip(*snapshots, strict=True))
     print(f"\nprecision on the trained model, {len(x)} chains: mean |change| of acceptance, label TV, worst level each")

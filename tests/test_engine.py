@@ -82,19 +82,19 @@ def test_bytes_stay_bytes() -> None:
 
 
 def test_dequantised_points_stay_within_their_grey_level() -> None:
-    """A grey level k is an interval: k/128 - 1 to (k + 1)/128 - 1. It has the exact value in it too."""
+    """A grey level k is an interval around k/127.5 - 1, which is its middle and what is scored."""
     setup = begin(config(dequantise=True), DATA)
     rows = torch.arange(500)
     first, second = setup.points(rows), setup.points(rows)
     assert not torch.equal(first, second)  # drawn anew every time
     grey = DATA.train[rows].double()
     for points in (first, second, DATA.standardise(DATA.train[rows])):
-        level = (points.double() * DATA.scale + DATA.shift + 1) * 128 - grey
-        assert float(level.min()) > -1e-4 and float(level.max()) < 1 + 1e-4  # float32 at 255 is right to 2e-5
-    noise = (first.double() * DATA.scale + DATA.shift + 1) * 128 - grey
-    # 32,000 uniform numbers: the mean has sd .289 / sqrt(32000), the mean square 1/3 with sd .298 / sqrt(32000).
-    assert abs(float(noise.mean()) - 1 / 2) < 5 * 0.289 / math.sqrt(32_000)
-    assert abs(float(noise.square().mean()) - 1 / 3) < 5 * 0.298 / math.sqrt(32_000)
+        level = (points.double() * DATA.scale + DATA.shift + 1) * 127.5 - grey
+        assert float(level.abs().max()) < 0.5 + 1e-4  # float32 at 255 is right to 2e-5
+    noise = (first.double() * DATA.scale + DATA.shift + 1) * 127.5 - grey
+    # 32,000 uniform numbers: the mean has sd .289 / sqrt(32000), the mean square 1/12 with sd .0745 / sqrt(32000).
+    assert abs(float(noise.mean())) < 5 * 0.289 / math.sqrt(32_000)
+    assert abs(float(noise.square().mean()) - 1 / 12) < 5 * 0.0745 / math.sqrt(32_000)
 
 
 def test_standardised_bytes_have_mean_0_and_sd_1() -> None:

@@ -181,6 +181,35 @@ def test_a_roll_back_restores_the_whole_state(tmp_path: Path, monkeypatch: pytes
     assert torch.equal(clean.generator.get_state(), state.generator.get_state())
 
 
+def test_once_weights_stay_a_roll_back_goes_on_with_other_noise(monkeypatch: pytest.MonkeyPatch):
+    """There is no rate left to lower: with the same noise the same batch would explode again, and again."""
+    config = small(network="level-mlp", finish=16, level_rate=0.1, adapt_every=5)
+    seen: list[Tensor] = []
+
+    def unlucky(setup: training.Setup) -> Tensor:
+        """The noise of iteration 24 explodes, the first time that it comes and whenever it is the same."""
+        state = setup.state
+        if state.iteration + 1 != 24:
+            return real_step(setup)
+        seen.append(state.generator.get_state())
+        return real_step(setup) * (math.nan if torch.equal(seen[-1], seen[0]) else 1)
+
+    monkeypatch.setattr(training, "step", unlucky)
+    state, _ladder = train(config, dataset())
+    assert (state.iteration, state.rollbacks, len(seen)) == (25, 1, 2)
+    assert_finite(state)
+
+
+def test_refusals_before_a_roll_back_stay_counted(monkeypatch: pytest.MonkeyPatch):
+    def refusing(state: TrainingState, take: Take) -> Tensor:
+        state.nonfinite += 777
+        return nan_weights(state, take)
+
+    inject(monkeypatch, refusing, when=14)
+    state, _ladder = train(small(), dataset())
+    assert state.rollbacks == 1 and int(state.nonfinite) >= 777
+
+
 def test_corrupt_chains_are_rolled_back(monkeypatch: pytest.MonkeyPatch):
     inject(monkeypatch, nan_chains, when=14)
     state, _ladder = train(small(), dataset())

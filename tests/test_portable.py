@@ -58,7 +58,7 @@ def test_what_is_kept_is_kept(run: Path, tmp_path: Path) -> None:
             assert float((small[key][value > 0].log() - positive).abs().max()) <= half_step + 1e-5
         elif key.endswith(".exp_avg"):
             assert not small[key].any()  # beta1 is 0: it is overwritten before it is read
-        elif (key.startswith("average.") and value.numel() > portable.LITTLE) or key == "chains.x":
+        elif (key.startswith("average.") and value.ndim > 1) or key == "chains.x":
             torch.testing.assert_close(small[key], value, rtol=2**-11, atol=1e-6)  # half precision
         else:
             assert torch.equal(small[key], value), key
@@ -67,8 +67,8 @@ def test_what_is_kept_is_kept(run: Path, tmp_path: Path) -> None:
 def test_constants_of_levels_are_kept_to_the_last_bit(run: Path, tmp_path: Path) -> None:
     """Some are of thousands of nats, where half precision knows every second one."""
     tensors, facts = read_state(run)
-    tensors["average.constant"] = torch.linspace(2000.1, 2142.7, 52)
-    tensors["average.large"] = torch.linspace(2000.1, 2142.7, 520)
+    tensors["average.constant"] = torch.linspace(2000.1, 2142.7, 520)
+    tensors["average.large"] = torch.linspace(2000.1, 2142.7, 520).reshape(20, 26)
     portable.write(tmp_path, tensors, facts)
     small, _facts = portable.read(tmp_path)
     assert torch.equal(small["average.constant"], tensors["average.constant"])

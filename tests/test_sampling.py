@@ -120,6 +120,15 @@ def test_every_way_of_sampling_counts_its_gradients_right(way: str):
     else:
         drawn = sampling.recovery(sampler, start, seeded(4))
     assert drawn.gradients == rows[0]
+    assert drawn.refused == 0
+    nowhere = sampler._replace(energy=lambda x, t: x.sum(1) * torch.nan)
+    broken = {
+        "transitions": lambda: sampling.transitions(nowhere, start, 3, seeded(4)),
+        "until_visits": lambda: sampling.until_visits(nowhere, start._replace(t=0 * start.t), 1, seeded(4), 50),
+        "annealed": lambda: sampling.annealed(nowhere, start, 5, seeded(4)),
+        "recovery": lambda: sampling.recovery(nowhere, start, seeded(4)),
+    }[way]()
+    assert broken.refused > 0
 
 
 # Algorithm 3.

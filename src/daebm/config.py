@@ -36,8 +36,8 @@ class Config:
     overlap: float = 0.35  # overlap: acceptance of a label move between neighbouring levels
     top: int = 0  # T; 0 lets a geometric ladder choose from the dimension
     floor: float = 0.0  # sd of the noise added to the data at level 0, in standardised units
-    first_sd: float = 0.01  # geometric with a zero floor: noise sd of level 1
-    last_variance: float = 0.95  # geometric: noise variance of level T
+    first_sd: float = 0.01  # geometric, or overlap, with a zero floor: noise sd of level 1
+    last_variance: float = 0.95  # geometric, overlap: noise variance of level T
     delta_first: float = 0.01  # paper: first and last increment of the noise sd
     delta_last: float = 0.3
 

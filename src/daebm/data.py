@@ -73,12 +73,13 @@ class Dataset:
 
 
 def to_unit_range(x: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Bytes 0..255 to [-1, 1], with a generator after adding uniform noise of one grey level; floats as they are."""
+    """Bytes 0..255 to [-1, 1], with a generator spread evenly over a grey level each; floats as they are."""
     if x.dtype != torch.uint8:
         return x
     if generator is None:
         return x.float() / 127.5 - 1
-    return (x + torch.rand(x.shape, generator=generator, device=x.device)) / 128 - 1
+    # Around, and not above: what is scored without noise lies in the middle of what was trained on.
+    return (x + torch.rand(x.shape, generator=generator, device=x.device) - 0.5) / 127.5 - 1
 
 
 def check_finite(what: str, x: Tensor) -> None:

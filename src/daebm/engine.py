@@ -62,14 +62,19 @@ def drafts(network: nn.Module) -> bool:
 
 
 @contextmanager
-def exactly() -> Iterator[None]:
-    """Float32 convolutions on a GPU for a while, where PyTorch's own default is TF32; then as before."""
-    before = torch.backends.cudnn.allow_tf32
+def exactly(network: nn.Module) -> Iterator[None]:
+    """Float32 convolutions for a while, whatever arithmetic was set, PyTorch's own or ours; then as before."""
+    parts: list[Any] = [part for part in network.modules() if hasattr(part, "arithmetic")]
+    before, switch = [part.arithmetic for part in parts], torch.backends.cudnn.allow_tf32
     torch.backends.cudnn.allow_tf32 = False
+    for part in parts:
+        part.arithmetic = "fp32"
     try:
         yield
     finally:
-        torch.backends.cudnn.allow_tf32 = before
+        torch.backends.cudnn.allow_tf32 = switch
+        for part, arithmetic in zip(parts, before, strict=True):
+            part.arithmetic = arithmetic
 
 
 Gradient = Callable[..., tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]]

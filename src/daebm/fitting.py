@@ -137,7 +137,7 @@ def normalise_trained(model: Model, chains: Drawn, rows: Tensor, seed: int) -> N
     generator = torch.Generator(model.device).manual_seed(seed + NORMALISER_SEED)
     base: Any = model.network.base
     reference = known_reference(base, model.ladder, rows, LOOK_DRAWS * len(chains.x), generator)
-    with exactly():
+    with exactly(model.network):
         x, t = snapshots(model.sampler(), chains, generator, BURN_IN, SNAPSHOTS, APART)
     return measured(model, x, t, reference)[1]
 

@@ -89,6 +89,7 @@ def settle(setup: Setup) -> None:
                 langevin.mala, at_level(state.network, t[here]), x[here], sigma, SETTLE_STEPS, generator
             )
             steps.record(t[here], info.accept_prob)
+            state.nonfinite += info.nonfinite.sum().long()
         steps.adapt()
         if gained is not None and start is not None:
             gained.regain(start, _parts(gained, x, t), t, GAIN_SHARE)

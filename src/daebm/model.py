@@ -82,11 +82,11 @@ class Model:
                 f"t must lie in 0..{self.ladder.top}, the levels of this model, got {given.min()}..{given.max()}"
             )
         levels = torch.from_numpy(given.astype(np.int64).reshape(-1)).to(self.device).expand(len(points))
-        with torch.no_grad(), exactly():
+        with torch.no_grad(), exactly(self.network):
             rows = max(1, CHUNK // math.prod(self.event))
             starts = range(0, max(len(points), 1), rows)
             parts = [self.network(points[i : i + rows], levels[i : i + rows]) for i in starts]
-        return self._like(torch.cat(parts), x)
+        return self._like(torch.cat(parts), x, torch.float32)
 
     def said(self, name: str, x: Array) -> np.ndarray[Any, np.dtype[np.float64]]:
         """What the network says of x (n, ...) besides its energy, (n, p).
@@ -98,7 +98,7 @@ class Model:
             raise InputError(f"network {self.config.network!r} says no {name!r}: profile, and features of a resnet")
         points, rows = self._points(x), max(1, PROFILE_CHUNK // math.prod(self.event))
         starts = range(0, max(len(points), 1), rows)
-        with exactly():
+        with exactly(self.network):
             parts = [profile.SAID[name].say(self.network, self.ladder.levels, points[i : i + rows]) for i in starts]
         return np.concatenate(parts)
 
@@ -121,7 +121,7 @@ class Model:
         generator = torch.Generator(self.device).manual_seed(seed)
         rows = max(1, SAMPLE_CHUNK // each)
         parts = []
-        with exactly():
+        with exactly(self.network):
             for done in range(0, max(count, 1), rows):
                 some = min(rows, count - done)
                 if visits is None and self.config.label_move == "carry":
@@ -131,12 +131,20 @@ class Model:
                 parts.append(self.to_data(self.cleaned(x) if clean else x).cpu().numpy())
         return np.concatenate(parts)
 
-    def long_run(self, x: Array, steps: int, seed: int = 0, kernel: str = "mala") -> Array:
-        """``steps`` Langevin steps at t = 0 from data points x; how many steps a chain keeps its place tells a lot."""
-        with exactly():
+    def long_run(self, x: Array, steps: int, seed: int = 0, kernel: str = "mala", clean: bool = True) -> Array:
+        """``steps`` Langevin steps at t = 0 from data points x; how many steps a chain keeps its place tells a lot.
+
+        Level 0 holds the floor's noise, which x gets first: without it every step would be refused. ``clean`` takes it
+        off again at the end, by Tweedie's formula.
+        """
+        with exactly(self.network):
             generator = torch.Generator(self.device).manual_seed(seed)
-            end, _info = self.run_at_zero(self._points(x), steps, generator, kernel)
-        return self._like(self.to_data(end), x)
+            z = self._points(x)
+            if self.ladder.floor > 0:
+                z = self.ladder.diffuse(z, torch.zeros(len(z), dtype=torch.long, device=z.device), generator)
+            end, _info = self.run_at_zero(z, steps, generator, kernel)
+            end = self.cleaned(end) if clean else end
+        return self._like(self.to_data(end.double()), x)
 
     # The same in standardised units, for whoever wants every detail.
 
@@ -166,8 +174,8 @@ class Model:
                 return sampling.recovery(sampler, start, generator)
             if not row.ladder:
                 steps = row.post_steps * self.config.steps
-                x, _info = self.run_at_zero(start.x, steps, generator, self.config.kernel)
-                return sampling.Drawn(x, start.t, (steps + 1) * count)
+                x, info = self.run_at_zero(start.x, steps, generator, self.config.kernel)
+                return sampling.Drawn(x, start.t, (steps + 1) * count, int(info.nonfinite.sum()))
             if annealed_steps:
                 start = sampling.annealed(sampler, start, annealed_steps, generator, self.config.label_move == "carry")
             if transitions == 0:
@@ -177,8 +185,8 @@ class Model:
                 trip = self.ladder.levels**2 if self.trip is None else max(self.trip, self.ladder.levels)
                 patience = sampling.patience(count * max(visits, 1), max(trip, LEAST_TRIP))
                 return sampling.until_visits(sampler, start, visits, generator, patience)
-            x, t, gradients = sampling.transitions(sampler, start, transitions, generator)
-            return sampling.Drawn(x[t == 0], t[t == 0], gradients)
+            end = sampling.transitions(sampler, start, transitions, generator)
+            return end._replace(x=end.x[end.t == 0], t=end.t[end.t == 0])
 
     def run_at_zero(
         self, x: Tensor, steps: int, generator: torch.Generator, kernel: str, observe: Any = None, every: int = 1
@@ -195,7 +203,7 @@ class Model:
                 generator,
                 observe,
                 every,
-                self.config.compile,
+                self.config.compile and self.device.type == self.config.device,  # elsewhere nobody has asked for it
             )
 
     def cleaned(self, x: Tensor) -> Tensor:
@@ -239,17 +247,20 @@ class Model:
             raise InputError(f"x must hold real numbers, got {points.dtype}")
         if tuple(points.shape[1:]) != self.event or points.ndim < 2:
             raise InputError(f"x must have shape (n, {', '.join(map(str, self.event))}), got {tuple(points.shape)}")
-        points = self.standardise(to_unit_range(points.to(self.device)).float())  # bytes are grey levels
+        points = points.to(self.device)
+        # Bytes are grey levels. In float32 a shift of millions would leave little of what it is subtracted from.
+        points = self.standardise(to_unit_range(points) if points.dtype == torch.uint8 else points.double()).float()
         if not torch.isfinite(points).all():
             raise InputError("x holds a NaN or infinite (in float32) value: remove or impute such rows")
         return points
 
     @staticmethod
-    def _like(result: Tensor, x: Array) -> Array:
-        if isinstance(x, Tensor):
-            return result.to(x.device, x.dtype if x.is_floating_point() else result.dtype)
-        kind = np.asarray(x).dtype
-        return result.cpu().numpy().astype(kind if kind.kind == "f" else np.float32)
+    def _like(result: Tensor, x: Array, least: torch.dtype = torch.float16) -> Array:
+        """``result`` as an array of the kind, device and float type of x, of ``least`` precision at the least."""
+        given = x.dtype if isinstance(x, Tensor) else torch.from_numpy(np.zeros(0, np.asarray(x).dtype)).dtype
+        dtype = torch.promote_types(given, least) if given.is_floating_point else torch.float32
+        result = result.to(x.device if isinstance(x, Tensor) else "cpu", dtype)
+        return result if isinstance(x, Tensor) else result.numpy()
 
 
 def model_folder(name: str | Path) -> Path:
@@ -305,5 +316,5 @@ def assembled(
 
 def _trip(config: Config, iteration: int, trips: Tensor) -> float:
     """Transitions per round trip: those of a chain in training over its trips. Fewer than one trip count as one."""
-    made = max(0, iteration - config.warm) * config.bursts * config.batch / config.store
+    made = max(0, iteration - config.warm) * config.bursts * config.batch / len(trips)
     return made / max(1.0, float(trips.double().mean()))

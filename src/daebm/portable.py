@@ -20,7 +20,6 @@ from daebm.errors import InputError
 PART = "portable"  # files portable-0.safetensors, portable-1.safetensors, ...
 TOTAL, FILE = 36 << 20, 15 << 20  # bytes
 MARGIN = 1 << 16  # per file, for names and facts
-LITTLE = 200  # numbers that need no room: constants of levels have thousands of nats, of which a tenth counts
 _CHAINS = ("x", "t", "stage", "trips")
 
 
@@ -37,7 +36,7 @@ def write(folder: Path, tensors: dict[str, Tensor], facts: dict[str, Any]) -> st
             continue
         if key.endswith(".exp_avg_sq"):
             small[f"{key}:codes"], small[f"{key}:range"] = _to_codes(value)
-        elif key.startswith("average.") and value.numel() > LITTLE:
+        elif key.startswith("average.") and value.ndim > 1:  # constants of levels: of thousands of nats a tenth counts
             small[key] = value.half()
         elif not (key.endswith(".exp_avg") and without_memory):
             small[key] = value.int() if key == "order" else value

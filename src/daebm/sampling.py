@@ -21,11 +21,12 @@ from daebm.samplers.mgms import Energy, LabelMove, at_level, carried_to, transit
 
 
 class Drawn(NamedTuple):
-    """Samples x (n, ...), their levels (n,), and the gradients spent on all of them together."""
+    """Samples x (n, ...), their levels (n,); of all together, gradients spent and refusals of what was not finite."""
 
     x: Tensor
     t: Tensor
     gradients: int
+    refused: int = 0
 
 
 class Sampler(NamedTuple):
@@ -49,12 +50,13 @@ def from_noise(sampler: Sampler, event: tuple[int, ...], count: int, generator: 
 def transitions(sampler: Sampler, start: Drawn, count: int, generator: torch.Generator) -> Drawn:
     """``count`` MGMS transitions of every chain. Those that end at t = 0 are samples of the data's level."""
     _positive(transitions=count)
-    x, t = start.x, start.t
+    x, t, refused = start.x, start.t, torch.zeros((), device=start.x.device)
     for _ in range(count):
-        x, t, _info = transition(
+        x, t, info = transition(
             sampler.kernel, sampler.energy, x, t, sampler.sigma, sampler.steps, sampler.move, generator
         )
-    return Drawn(x, t, start.gradients + count * (sampler.steps + 1) * len(x))
+        refused += info.refused
+    return Drawn(x, t, start.gradients + count * (sampler.steps + 1) * len(x), start.refused + int(refused))
 
 
 def patience(waits: int, trip: float) -> int:
@@ -79,7 +81,7 @@ def until_visits(
     x, t = start.x.clone(), start.t.clone()
     missing = torch.full_like(t, visits)
     waited = torch.zeros_like(t)
-    gradients = start.gradients
+    gradients, refused = start.gradients, start.refused
     while len(active := (missing > 0).nonzero().squeeze(1)):
         if int(waited[active].max()) >= maximum:
             raise DaebmError(
@@ -87,7 +89,7 @@ def until_visits(
                 f"for {maximum} transitions: the labels of this model hardly mix; train it for longer, on more levels "
                 "or with a larger noise floor"
             )
-        x[active], t[active], _info = transition(
+        x[active], t[active], info = transition(
             sampler.kernel,
             sampler.energy,
             x[active],
@@ -101,7 +103,8 @@ def until_visits(
         missing[active] -= there.long()
         waited[active] = torch.where(there, 0, waited[active] + 1)
         gradients += (sampler.steps + 1) * len(active)
-    return Drawn(x, t, gradients)
+        refused += int(info.refused)
+    return Drawn(x, t, gradients, refused)
 
 
 def annealed(sampler: Sampler, start: Drawn, steps: int, generator: torch.Generator, carry: bool = False) -> Drawn:
@@ -110,29 +113,31 @@ def annealed(sampler: Sampler, start: Drawn, steps: int, generator: torch.Genera
     With ``carry`` every level hands x over as the label move of that name does, which takes a level's noise off at
     once: the same quality for a quarter of the steps. Not exact in itself, but a good place to start an exact chain.
     """
-    x, gradients = start.x, start.gradients
+    x, gradients, refused = start.x, start.gradients, start.refused
     for level in range(sampler.ladder.top, -1, -1):
         t = torch.full((len(x),), level, device=x.device)
         if carry and level < sampler.ladder.top:
             x = carried_to(sampler.energy, x, t + 1, t.unsqueeze(1))[0].squeeze(1)
-        x, _info = langevin.run(
+        x, info = langevin.run(
             sampler.kernel, at_level(sampler.energy, t), x, float(sampler.sigma[level]), steps, generator
         )
         gradients += (steps + 1) * len(x)
-    return Drawn(x, torch.zeros_like(start.t), gradients)
+        refused += int(info.nonfinite.sum())
+    return Drawn(x, torch.zeros_like(start.t), gradients, refused)
 
 
 def recovery(sampler: Sampler, start: Drawn, generator: torch.Generator) -> Drawn:
     """DRL's sequential sampling: from level T down, L conditional Langevin steps at each level."""
-    x, gradients = start.x, start.gradients
+    x, gradients, refused = start.x, start.gradients, start.refused
     for level in range(sampler.ladder.top - 1, -1, -1):
         t = torch.full((len(x),), level, device=x.device)
         target = conditional(sampler.energy, sampler.ladder, t, x)
         sigma = conditional_sigma(sampler.sigma, sampler.ladder, t).to(x.dtype)
         scaled = x / sampler.ladder.alpha[level + 1].sqrt().to(x.dtype)
-        x, _info = langevin.run(sampler.kernel, target, scaled, sigma, sampler.steps, generator)
+        x, info = langevin.run(sampler.kernel, target, scaled, sigma, sampler.steps, generator)
         gradients += (sampler.steps + 1) * len(x)
-    return Drawn(x, torch.zeros_like(start.t), gradients)
+        refused += int(info.nonfinite.sum())
+    return Drawn(x, torch.zeros_like(start.t), gradients, refused)
 
 
 def long_run(

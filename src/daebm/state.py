@@ -41,7 +41,7 @@ class TrainingState:
     rate_scale: float  # lowered at each roll-back
     rollbacks: int
     nonfinite: Tensor  # proposals and label energies refused so far; on the device, where it is counted
-    precision: str  # the one that passed the check when the run began: a resumed run goes on in it
+    precision: str  # the one that passed the last check: a resumed run goes on in it
     seconds: float  # spent in training, over all sessions; reported, never read by a schedule
 
 
@@ -53,7 +53,7 @@ def build_ladder(config: Config, data: Tensor) -> Ladder:
         return Ladder.paper(config.top, config.delta_first, config.delta_last)
     if config.ladder == "overlap":
         generator = torch.Generator().manual_seed(0)  # not the run's seed: one data set, one ladder
-        return overlapping(data, config.floor, config.last_variance, config.overlap, generator)
+        return overlapping(data, config.floor, config.last_variance, config.overlap, generator, config.first_sd)
     return Ladder.geometric(data[0].numel(), config.floor, config.first_sd, config.last_variance, config.top or None)
 
 

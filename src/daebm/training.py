@@ -30,6 +30,7 @@ from daebm.state import Saved, TrainingState, build_ladder, optimiser, start
 from daebm.updates import learning_rate, update
 
 OVERLAP_SEED = 30_000_001  # a stream of its own: a check must not share noise with the chains
+ROLLBACK_SEED = 90_000_049
 TRAIL = 20  # the last energy gaps, so many at most, that a roll-back reports
 FINISHING = 50  # iterations with the final weights after which levels are corrected half as much
 ROLLBACK_RATE_FACTOR = 0.5  # the learning rate after a roll-back, relative to before
@@ -135,6 +136,7 @@ def train(
 
         if problem is not None:
             failed, rollbacks, seconds = state.iteration, state.rollbacks, state.seconds
+            nonfinite = state.nonfinite.clone()
             event: dict[str, Any] = {
                 "iteration": failed,
                 "reason": problem,
@@ -153,7 +155,10 @@ def train(
             saved.load(state)
             setup.engine.use(state.precision)
             state.rollbacks, state.seconds = rollbacks + 1, seconds
+            state.nonfinite.copy_(nonfinite)  # what led here stays counted
             state.rate_scale *= ROLLBACK_RATE_FACTOR
+            if state.iteration >= config.learned:  # no rate is left to lower: the same noise would end in the same way
+                state.generator.manual_seed(config.seed + ROLLBACK_SEED * state.rollbacks)
             saved.save(state)
             event |= {"event": "roll-back", "to": state.iteration, "rate_scale": state.rate_scale}
             report(event)
@@ -248,7 +253,7 @@ def step(setup: Setup) -> Tensor:
     for burst in negatives.bursts:
         if rejecting and config.kernel == "mala":  # an unadjusted step says nothing of its size
             state.steps.record(burst.level, burst.steps.accept_prob)
-        state.nonfinite += (burst.steps.nonfinite.sum() + burst.label_nonfinite.sum()).long()
+        state.nonfinite += burst.refused.long()
     acceptance = torch.stack([burst.steps.accept_prob * burst.kept for burst in negatives.bursts]).mean()
 
     # With level_rate the data take the chains' levels, so that no difference between levels is in the gap: neither its

@@ -158,7 +158,7 @@ def walk(trained: Trained, x: Tensor, t: Tensor, total: int) -> Walk:
             for left in range(total - 1, -1, -1):
                 y, level, info = engine.transition(KERNELS[config.kernel])(y, level, model.sigma)
                 if 2 * left < total:
-                    seen.record(info.level, info.steps.accept_prob)
+                    seen.record(info.level, info.steps.accept_prob * info.kept)
                     if left % every == 0:
                         draws.append((y, level, chain))
                 bar.update()
@@ -325,7 +325,7 @@ def evaluate(trained: Trained) -> tuple[Summary, Arrays]:
         at_0 |= {"store": walked.x[walked.t == 0], "samples": drawn.x[drawn.t == 0]}
         arrays["trips"] = trained.chains.trips.cpu().numpy()
     else:
-        samples, _t, gradients = model.draw(config.post_chains, generator)
+        samples, _t, gradients, summary["samples_refused"] = model.draw(config.post_chains, generator)
         at_0["samples"] = samples
     summary |= {"samples_from_noise": len(samples), "gradients_per_sample": gradients / max(len(samples), 1)}
     if not len(samples):
@@ -336,8 +336,9 @@ def evaluate(trained: Trained) -> tuple[Summary, Arrays]:
     shown |= {"samples": samples, "long_run_start": held[: config.long_run_chains], "long_run": end}
     u = {key: energies(model, x) for key, x in (at_0 | {"long_run": end}).items()}
     summary["held_out_gap"], summary["held_out_gap_se"] = _mean_and_se(u["held_out"], u["train"])
-    shift = _mean_and_se(u["long_run"], u["held_out"])
-    summary["long_run_energy_shift"], summary["long_run_energy_shift_se"] = shift
+    moved = u["long_run"] - u["held_out"][: len(end)]  # each from its own start
+    summary["long_run_energy_shift"] = float(moved.mean())
+    summary["long_run_energy_shift_se"] = float(moved.std()) / math.sqrt(len(moved))
     summary["long_run_acceptance"] = float(info.accept_prob.mean())
     summary["long_run_refused"] = int(info.nonfinite.sum())
     arrays |= {key: _pictures(model, x[:SHOWN]) for key, x in shown.items()}

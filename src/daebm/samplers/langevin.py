@@ -192,8 +192,8 @@ def run(
     sigma = torch.as_tensor(sigma, dtype=x.dtype, device=x.device)
     if sigma.shape not in ((), (1,), (len(x),)):
         raise InputError(f"sigma must be one number or one for each of {len(x)} chains, got {tuple(sigma.shape)}")
-    if not bool((torch.isfinite(sigma) & (sigma > 0)).all()):
-        raise InputError(f"sigma must be positive, got {sigma[~(sigma > 0)][0] if sigma.ndim else sigma:g}")
+    if len(bad := sigma[~(torch.isfinite(sigma) & (sigma > 0))]):
+        raise InputError(f"sigma must be positive and finite, got {bad[0]:g}")
     sigma = sigma.expand(len(x))
 
     accepted, refused = torch.zeros_like(state.energy), torch.zeros_like(state.energy)

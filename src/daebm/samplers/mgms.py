@@ -198,6 +198,11 @@ class TransitionInfo(NamedTuple):
     label_nonfinite: Tensor
     kept: Tensor
 
+    @property
+    def refused(self) -> Tensor:
+        """Proposals and label energies that were not finite, of all chains together."""
+        return self.steps.nonfinite.sum() + self.label_nonfinite.sum()
+
 
 def transition(
     kernel: Kernel,
@@ -266,5 +271,5 @@ def _check(sigma: Tensor, t: Tensor, steps: int) -> None:
             f"and t in {int(t.min())}..{int(t.max())}"
         )
     at_level = sigma[t]
-    if not bool((torch.isfinite(at_level) & (at_level > 0)).all()):
-        raise InputError(f"sigma must be positive, got {at_level[~(at_level > 0)][0]:g}")
+    if len(bad := at_level[~(torch.isfinite(at_level) & (at_level > 0))]):
+        raise InputError(f"sigma must be positive and finite, got {bad[0]:g}")
