@@ -1,5 +1,8 @@
 """Make the model of a finished image run ready to be shipped: `python benchmarks/publish.py RUN FOLDER --device cuda`.
 
+With a model that is shipped already (`python benchmarks/publish.py fashion-mnist FOLDER`) in place of a run only its
+scores are made anew, by the code as it is: laws, calibration, and what is stored of them.
+
 Averaged weights of the network in half precision, everything else as it is; some hundred chains to start from; the laws
 of its scores, from training images; its normalising constant; and calibration scores, from images that were held out:
 nine in ten calibrate, the rest are there to look at calibration by. Scores of a few test images are kept too, so that a
@@ -19,12 +22,12 @@ import torch
 
 from daebm import DAEBM, checkpoint, detection, load
 from daebm.experiments.images import HELD_OUT
-from daebm.fitting import normalise_trained
+from daebm.fitting import Normalised, normalise_trained
 from daebm.images import load_images
-from daebm.model import Model
+from daebm.model import Model, model_folder
 from daebm.profile import LAW_ROWS, SAID, Law
 from daebm.sampling import Drawn
-from daebm.state import read_state
+from daebm.state import holds_state, read_state
 from daebm.units import Units
 
 CHAINS, STORED = 200, 8
@@ -55,7 +58,7 @@ def history(run: Path, iteration: int, trips: float, gap: tuple[float, float]) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path)
+    parser.add_argument("run", type=Path, help="a finished run, or the name of a model")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--images", type=int, default=LAW_ROWS, help="of each part; few for a trial")
@@ -71,13 +74,24 @@ def main() -> None:
     train = train[: min(args.images, LAW_ROWS)]
     laws = {kind: rounded(detection.fit_law(kind, model, train)) for kind in SAID}
 
-    state, facts = read_state(args.run)
-    chains = Drawn(state["chains.x"].float().to(args.device), state["chains.t"].to(args.device), 0)
-    rows = model._points(train[:, None])
-    found = normalise_trained(model, chains, rows, model.config.seed)
-    u = [model.energy(images[:, None]).astype(np.float64) for images in (train, held.astype(np.uint8))]
-    gap = float(u[1].mean() - u[0].mean()), float(np.hypot(*(part.std() / np.sqrt(len(part)) for part in u)))
-    trips = float(state["chains.trips"].double().mean())
+    folder = model_folder(args.run)
+    if holds_state(folder):
+        state, facts = read_state(folder)
+        chains = Drawn(state["chains.x"].float().to(args.device), state["chains.t"].to(args.device), 0)
+        found = normalise_trained(model, chains, model._points(train[:, None]), model.config.seed)
+        u = [model.energy(images[:, None]).astype(np.float64) for images in (train, held.astype(np.uint8))]
+        gap = float(u[1].mean() - u[0].mean()), float(np.hypot(*(part.std() / np.sqrt(len(part)) for part in u)))
+        trips, seconds = float(state["chains.trips"].double().mean()), facts["seconds"]
+        looks = history(folder, facts["iteration"], trips, gap)
+    else:
+        state, facts = checkpoint.read(folder, "model")
+        before = DAEBM.load(folder)
+        found = Normalised(
+            before.log_normaliser_,
+            before.log_normaliser_se_,
+            (-before.drawn_ - before.log_normaliser_ - before.units_.log_stretch)[::-1],
+        )
+        looks, seconds = before.history_, facts["seconds"]
     detector = DAEBM.from_model(
         model,
         units(model, len(load_images(name, "train")[0]) - HELD_OUT),
@@ -85,7 +99,7 @@ def main() -> None:
         laws,
         held[-min(VALIDATION, args.images // 2) :],
         held[: -min(VALIDATION, args.images // 2)],
-        history(args.run, facts["iteration"], trips, gap),
+        looks,
         score_by="features",
         fpr=FPR,
         random_state=model.config.seed,
@@ -105,8 +119,8 @@ def main() -> None:
         elif key.startswith("law."):
             tensors[key] = value.float()
     everything.pop("format")
-    checkpoint.write(args.folder, "model", tensors, everything | {"seconds": facts["seconds"]})
-    said = {"log_normaliser": [found.value, found.error], "gap": gap, "round_trips": trips}
+    checkpoint.write(args.folder, "model", tensors, everything | {"seconds": seconds})
+    said = {"log_normaliser": [found.value, found.error], "end": looks[-1]}
     print(json.dumps(said | {path.name: path.stat().st_size for path in args.folder.iterdir()}))
     for kind in detector.calibration_ if args.images >= LAW_ROWS else ():
         detector.score_by = kind

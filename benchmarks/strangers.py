@@ -43,7 +43,8 @@ def main() -> None:
     train, _labels = load_images(model.config.experiment, "train")
     train, held = train[:-HELD_OUT], train[-HELD_OUT:]
     sets = {"held-out": held[: 2 * args.images]} | strangers(held[2 * args.images :][: 8 * args.images])
-    laws = detection.saved_laws(model_folder(args.model))
+    saved = detection.saved_laws(model_folder(args.model))
+    laws = {k: saved.get(k) or detection.fit_law(k, model, train) for k in args.scores if k != "energy"}
     scores = {k: v for k, v in detection.model_scores(model, laws).items() if k in args.scores}
     found = detection.detect(scores | detection.baseline_scores(train), sets).separations
     print(f"{'':<14}", *(f"{kind:>12}" for kind in [*list(sets)[1:], "mean"]))

@@ -13,7 +13,7 @@ import torch
 from scipy import stats
 from sklearn.metrics import average_precision_score, roc_auc_score, roc_curve
 
-from daebm import DAEBM, checkpoint, cli, detection, load, sampling
+from daebm import DAEBM, checkpoint, cli, detection, load, profile, sampling
 from daebm.detection import MEASURES, Images, separation
 from daebm.model import SHIPPED, Model, model_folder
 from daebm.profile import Gaussian, Mixture, law_tensors, laws_in
@@ -125,11 +125,10 @@ def test_a_mixture_of_few_different_rows() -> None:
 
 
 def test_laws_of_another_version_are_left_alone() -> None:
-    law = Gaussian.of(kinds_of_rows(100))
-    tensors = law_tensors({"profile": law}) | {
-        key.replace("profile", "features"): value for key, value in law_tensors({"profile": law}).items()
-    }
-    assert list(laws_in(tensors)) == ["profile"]
+    """Those of images are mixtures, those of rows Gaussians."""
+    rows = kinds_of_rows(100)
+    tensors = law_tensors({"profile": Gaussian.of(rows), "features": Mixture.of(rows)})
+    assert list(laws_in(tensors, (3,))) == ["profile"] and list(laws_in(tensors, (1, 8, 8))) == ["features"]
 
 
 def test_a_mixture_sees_what_lies_beside_its_axes() -> None:
@@ -144,12 +143,27 @@ def test_a_mixture_sees_what_lies_beside_its_axes() -> None:
 
 def test_laws_are_read_as_they_were_written_and_row_by_row() -> None:
     rows = kinds_of_rows(1200)
-    laws = {"features": Mixture.of(rows), "profile": Gaussian.of(rows)}
-    again = laws_in(law_tensors(laws))
-    for name, law in laws.items():
+    for event in ((3,), (1, 8, 8)):
+        law = profile.law(event).of(rows)
         whole = law.score(rows)
-        np.testing.assert_array_equal(again[name].score(rows), whole)
+        np.testing.assert_array_equal(laws_in(law_tensors({"profile": law}), event)["profile"].score(rows), whole)
         np.testing.assert_array_equal(np.concatenate([law.score(rows[:7]), law.score(rows[7:])]), whole)
+
+
+def test_slopes_of_images_are_known_by_place() -> None:
+    """Of |z|^2 / 2 the slope is z itself: a bright square is seen in its own place, and nowhere else."""
+    z = torch.full((2, 1, 28, 28), 1e-3)
+    z[1, 0, 4:8, 8:12] = 2.0
+    said = profile.profiles(lambda x, t: x.square().flatten(1).sum(1) / 2 + t, 20, z).reshape(2, 8, 50)
+    np.testing.assert_allclose(said[0, :, 0] - said[0, 0, 0], [0, 3, 5, 8, 11, 14, 16, 19], atol=1e-5)  # the levels
+    places = said[:, :, 1:].reshape(2, 8, 7, 7)
+    np.testing.assert_allclose(places[1, :, 1, 2], math.log(2.0), rtol=1e-6)
+    places[1, :, 1, 2] = math.log(1e-3)
+    np.testing.assert_allclose(places, math.log(1e-3), rtol=1e-6)
+    rows = profile.profiles(lambda x, t: x.square().sum(1) / 2, 20, torch.tensor([[3.0, 4.0]]))
+    np.testing.assert_allclose(rows.reshape(20, 2), [[12.5, math.log(5.0)]] * 20, rtol=1e-6)  # of a table: all at once
+    few = profile.profiles(lambda x, t: x.square().flatten(1).sum(1), 3, torch.ones(1, 3, 4, 5))
+    assert few.shape == (1, 3 * (1 + 4 * 5))  # a grid is no finer than the pixels
 
 
 def strokes(count: int, kind: int) -> Images:

@@ -21,7 +21,7 @@ import daebm
 from daebm import DAEBM, CheckpointError, Config, Dataset, InputError, checkpoint, conformal, recipe, train
 from daebm.estimator import _split
 from daebm.fitting import Watch, energies, normalise_trained
-from daebm.profile import SAID
+from daebm.profile import SAID, law
 from daebm.sampling import Drawn
 from daebm.units import Units
 
@@ -312,7 +312,7 @@ def test_a_model_trained_elsewhere_becomes_an_estimator(tmp_path: Path) -> None:
     chains = Drawn(state.chains.x, state.chains.t, 0)
     found = normalise_trained(model, chains, data.standardise(data.train), 0)
     rows = bytes_.numpy()[:, 0].astype(np.float64)
-    laws = {kind: SAID[kind].law.of(model.said(kind, bytes_[:200].numpy())) for kind in SAID}
+    laws = {kind: law(model.event).of(model.said(kind, bytes_[:200].numpy())) for kind in SAID}
     look = {"iteration": 30, "gap": 0.0, "gap_error": 1.0, "acceptance": 0.7, "round_trips": 2.0, "chosen": True}
     detector = DAEBM.from_model(model, units, found, laws, rows[200:220], rows[220:], [look], fpr=0.05)
     expected = -model.energy(bytes_[:5].numpy()) - found.value - 64 * math.log(127.5 * data.scale)

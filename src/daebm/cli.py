@@ -171,7 +171,7 @@ class Ood:
     images: int = 0
     """At most so many test images of each set, spread evenly; 0 is all of them."""
     scores: Annotated[list[str], tyro.conf.arg(metavar="NAME")] = field(default_factory=lambda: ["energy", "features"])
-    """energy, features, profile (a gradient at every level: hours for all images without a GPU)."""
+    """energy, features, profile (eight gradients an image: a quarter of an hour for all images without a GPU)."""
     device: str = "cpu"
     """cpu or cuda."""
     data_dir: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None

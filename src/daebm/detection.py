@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from matplotlib.figure import Figure
 
-from daebm import checkpoint
+from daebm import checkpoint, profile
 from daebm.images import load_images
 from daebm.model import Model
 from daebm.profile import LAW_ROWS, SAID, Law, laws_in
@@ -33,12 +33,15 @@ Score = Callable[[Images], Floats]
 
 
 def fit_law(name: str, model: Model, train: Images) -> Law:
-    return SAID[name].law.of(model.said(name, train[:LAW_ROWS, None]))
+    return profile.law(model.event).of(model.said(name, train[:LAW_ROWS, None]))
 
 
 def saved_laws(folder: Path) -> dict[str, Law]:
     """Those that were saved with a model."""
-    return laws_in(checkpoint.read(folder, "model")[0]) if checkpoint.exists(folder, "model") else {}
+    if not checkpoint.exists(folder, "model"):
+        return {}
+    tensors, facts = checkpoint.read(folder, "model")
+    return laws_in(tensors, facts["data"]["event"])
 
 
 def model_scores(model: Model, laws: Mapping[str, Law]) -> dict[str, Score]:

@@ -27,7 +27,7 @@ from daebm.data import Dataset
 from daebm.errors import CheckpointError, InputError
 from daebm.fitting import LARGEST_VALIDATION, Normalised, Watch, energies, normalise
 from daebm.model import SHIPPED, Model, assembled, model_folder
-from daebm.profile import LAW_ROWS, SAID, Law, kinds, law_tensors, laws_in
+from daebm.profile import LAW_ROWS, SAID, Law, kinds, law, law_tensors, laws_in
 from daebm.training import train
 from daebm.units import Floats, Units
 
@@ -61,12 +61,12 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
     ----------
     score_by : "energy", "profile" or "features"
         What `score_samples` returns: the log density at the data's level, or how normal it is by training rows what the
-        network says of a row. ``profile``: minus the squared Mahalanobis distance (Ledoit-Wolf) of the energies and the
-        logarithms of their slopes at all noise levels. ``features``: twice the log density, up to a constant, of the
-        map that the energy is a sum of, by a mixture of Gaussians (residual networks only). Constant columns with
-        another value take off twice the nats then. (Not called ``score``: an attribute of that name would
-        hide the method `score`, which `GridSearchCV` needs, and scikit-learn demands that attribute and parameter share
-        their name.)
+        network says of a row. ``profile``: the energies and the logarithms of their slopes at many noise levels, by
+        minus the squared Mahalanobis distance (Ledoit-Wolf); of images the slopes are taken place by place, by a
+        mixture of Gaussians. ``features``: the map that the energy is a sum of, by such a mixture (residual networks
+        only). Scores of a mixture are twice log densities, up to a constant. Constant columns with another value take
+        off twice the nats then. (Not called ``score``: an attribute of that name would hide the method `score`, which
+        `GridSearchCV` needs, and scikit-learn demands that attribute and parameter share their name.)
     fpr : float
         False-alarm rate of `predict`: the share of normal rows that are flagged. It needs 1 / fpr - 1 rows for
         calibration, which `fit` keeps apart; with fewer, `fit` warns and `predict` refuses. Both this and ``score_by``
@@ -150,7 +150,7 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
         self.history_, self.n_iter_, self.seed_ = watch.history, state.iteration, seed
         self._use(model, units)
         some = x[rows.train[:LAW_ROWS]]
-        laws = {kind: SAID[kind].law.of(self._said(kind, some)) for kind in kinds(model.network)}
+        laws = {kind: law(model.event).of(self._said(kind, some)) for kind in kinds(model.network)}
         self._calibrate(found, laws, x[rows.validation], x[rows.calibration])
         for concern in self.concerns():
             warnings.warn(concern, ConvergenceWarning, stacklevel=3)
@@ -342,7 +342,7 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
         array = {k.removeprefix("estimator."): v.numpy() for k, v in tensors.items() if k.startswith("estimator.")}
         self = cls(**facts["parameters"])
         units = Units(tuple(facts["event"]), array["varies"], array["shift"], array["scale"], facts["rows"])
-        self.laws_ = laws_in(tensors)
+        self.laws_ = laws_in(tensors, everything["data"]["event"])
         for name in PER_SCORE:
             setattr(self, name + "_", {kind: array[f"{name}.{kind}"] for kind in ("energy", *self.laws_)})
         self.noisy_, self.drawn_ = array["noisy"], array["drawn"]
@@ -416,7 +416,7 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
 
     def _said(self, kind: str, x: Floats) -> Floats:
         """What the network says of every row besides its energy, (n, p)."""
-        say, levels = SAID[kind].say, self.model_.ladder.levels
+        say, levels = SAID[kind], self.model_.ladder.levels
         return np.concatenate([say(self._energy, levels, part) for part in self._parts(x)])
 
     def concerns(self) -> list[str]:

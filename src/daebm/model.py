@@ -91,15 +91,15 @@ class Model:
     def said(self, name: str, x: Array) -> np.ndarray[Any, np.dtype[np.float64]]:
         """What the network says of x (n, ...) besides its energy, (n, p).
 
-        ``profile``: [U(x, t), log |grad U(x, t)|] level by level. ``features``: the last map of a residual network at
-        level 0, from which the energy is summed up, as a direction.
+        ``profile``: [U(x, t), log |grad U(x, t)|] level by level, for images place by place. ``features``: the last
+        map of a residual network at level 0, from which the energy is summed up, as a direction.
         """
         if name not in profile.kinds(self.network):
             raise InputError(f"network {self.config.network!r} says no {name!r}: profile, and features of a resnet")
         points, rows = self._points(x), max(1, PROFILE_CHUNK // math.prod(self.event))
         starts = range(0, max(len(points), 1), rows)
         with exactly(self.network):
-            parts = [profile.SAID[name].say(self.network, self.ladder.levels, points[i : i + rows]) for i in starts]
+            parts = [profile.SAID[name](self.network, self.ladder.levels, points[i : i + rows]) for i in starts]
         return np.concatenate(parts)
 
     def sample(self, count: int, seed: int = 0, visits: int | None = None, clean: bool = True) -> np.ndarray[Any, Any]:

@@ -7,13 +7,14 @@ the features of the network are what its energy is a sum of, before the sum has 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from daebm.samplers.langevin import energy_and_gradient
 from daebm.samplers.mgms import Energy, at_level
@@ -21,6 +22,8 @@ from daebm.units import Floats
 
 LAW_ROWS = 10_000  # rows that a law is of, at most
 LEAST_SLOPE = 1e-12  # a point where U is flat has no logarithm of a slope
+# Of images, chosen on the same strangers as the mixture below: four levels do as well, squares of two pixels do not.
+PROFILE_LEVELS, GRID = 8, 7  # spread evenly; slopes are known by place, on a grid of so many places a side
 # Of a mixture, chosen on strangers that were made of normal images (benchmarks/strangers.py); 50 to 100 axes, 20 to 40
 # kinds and 10 to 100 rows are all alike.
 AXES, KINDS = 100, 20  # at most
@@ -32,13 +35,23 @@ LEAST_REST = 1e-12  # of directions, whose squares add up to 1
 
 
 def profiles(energy: Energy, levels: int, z: Tensor) -> Floats:
-    """[U(z, t), log |grad U(z, t)|] of standardised points at every level, (n, 2 (T + 1)), level by level."""
+    """[U(z, t), log |grad U(z, t)|] of standardised points, level by level, (n, p).
+
+    Rows of a table at all of the levels, p = 2 (T + 1). Images at some of them, with the slope in each place for
+    itself: a garment that is upside down has as steep an energy as any, but elsewhere.
+    """
+    some = np.linspace(0, levels - 1, min(PROFILE_LEVELS, levels)).round().astype(int)
     columns = []
-    for level in range(levels):
+    for level in some.tolist() if z.ndim == 4 else range(levels):
         t = torch.full((len(z),), level, device=z.device)
         u, slope = energy_and_gradient(at_level(energy, t), z)
-        columns += [u, slope.flatten(1).norm(dim=1).clamp(min=LEAST_SLOPE).log()]
-    return torch.stack(columns, 1).double().cpu().numpy()
+        if z.ndim == 4:
+            places = min(GRID, z.shape[2]), min(GRID, z.shape[3])
+            steep = F.adaptive_avg_pool2d(slope.square().sum(1, keepdim=True), places).flatten(1).sqrt()
+        else:
+            steep = slope.norm(dim=1, keepdim=True)
+        columns += [u.unsqueeze(1), steep.clamp(min=LEAST_SLOPE).log()]
+    return torch.cat(columns, 1).double().cpu().numpy()
 
 
 def features(network: Any, levels: int, z: Tensor) -> Floats:
@@ -143,15 +156,13 @@ def _product(rows: Floats, matrix: Floats) -> Floats:
 Law = Gaussian | Mixture
 
 
-class Said(NamedTuple):
-    """What a network of so many levels says of points, and what kind of law that has for normal ones."""
-
-    say: Callable[[Any, int, Tensor], Floats]
-    law: type[Law]
+SAID: dict[str, Callable[[Any, int, Tensor], Floats]] = {"features": features, "profile": profiles}
+"""What a network of so many levels says of points. Scores of these names are how normal that is by its law."""
 
 
-SAID = {"features": Said(features, Mixture), "profile": Said(profiles, Gaussian)}
-"""Scores of these names are how normal that is by its law."""
+def law(event: Sequence[int]) -> type[Law]:
+    """The kind of law that what is said of points of this shape has: images are of several kinds."""
+    return Mixture if len(event) == 3 else Gaussian
 
 
 def kinds(network: Any) -> list[str]:
@@ -168,11 +179,12 @@ def law_tensors(laws: Mapping[str, Law]) -> dict[str, Tensor]:
     }
 
 
-def laws_in(tensors: Mapping[str, Tensor]) -> dict[str, Law]:
-    """Those that were saved with a model."""
+def laws_in(tensors: Mapping[str, Tensor], event: Sequence[int]) -> dict[str, Law]:
+    """Those that were saved with a model of points of this shape."""
+    kind = law(event)
     array = {key: value.double().numpy() for key, value in tensors.items() if key.startswith("law.")}
     return {
-        name: row.law(*(array[f"law.{name}.{part.name}"] for part in fields(row.law)))
-        for name, row in SAID.items()
-        if all(f"law.{name}.{part.name}" in array for part in fields(row.law))  # else by another version
+        name: kind(*(array[f"law.{name}.{part.name}"] for part in fields(kind)))
+        for name in SAID
+        if all(f"law.{name}.{part.name}" in array for part in fields(kind))  # else by another version
     }
