@@ -191,6 +191,19 @@ def test_what_show_prints_is_what_set_takes(cli: Cli):
     assert resolve("gaussian-1d", gaussian_1d.PRESETS, "cd", "paper", overrides=given) == config
 
 
+def test_settings_of_another_run_are_taken_as_they_were(cli: Cli, finished_run: Path, tmp_path: Path):
+    """Whatever the presets say today, with a seed and a change of one's own; what does not fit is refused."""
+    words = ("--like", finished_run, "--seed", 3, "--set", "iterations=4", "--out", tmp_path / "r")
+    assert cli("run", "gaussian-1d", *words).status == 0
+    then, now = (json.loads((folder / "config.json").read_text()) for folder in (finished_run, tmp_path / "r"))
+    assert now == then | {"seed": 3, "iterations": 4}
+    shown = cli("show", "fashion-mnist", "--like", "fashion-mnist").out
+    assert "iterations         18000" in shown and "trust              0.0" in shown
+    for other in (("four-rings",), ("gaussian-1d", "--method", "cd"), ("gaussian-1d", "--preset", "paper")):
+        ended = cli("run", *other, "--like", finished_run)
+        assert ended.status == 2 and ended.err.count("\n") == 1 and "is da on gaussian-1d" in ended.err
+
+
 # Running.
 
 

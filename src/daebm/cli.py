@@ -16,9 +16,10 @@ import tyro
 
 from daebm import checkpoint, engine, report, runs
 from daebm.commands import Fit, Flag, Inspect, Sample, Score
-from daebm.config import Config, check_methods, resolve
+from daebm.config import Config, again, check_methods, resolve
 from daebm.errors import DaebmError, DivergenceError, InputError
 from daebm.experiments import EXPERIMENTS, experiment
+from daebm.experiments.base import Experiment
 from daebm.images import load_images
 from daebm.methods import METHODS
 from daebm.model import load, model_folder
@@ -39,6 +40,8 @@ class Run:
     """cd, persistent, noise, hybrid, drl or da; all runs every one with the same number of gradient evaluations."""
     preset: Annotated[str, tyro.conf.arg(metavar="PRESET")] = "default"
     """quick (seconds, to try things), default (what we recommend) or paper (the paper's settings)."""
+    like: Annotated[Path | None, tyro.conf.arg(metavar="MODEL")] = None
+    """In place of a preset: the settings of a run or a model; fashion-mnist and mnist come with this package."""
     seed: int = 0
     """Everything random follows from it."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
@@ -65,7 +68,7 @@ class Run:
         out = self.out or Path("runs") / f"{self.experiment}-{self.method}-{self.preset}-{self.seed}"
         it = experiment(self.experiment)
         configs = {
-            name: resolve(it.name, it.presets, name, self.preset, self.seed, _pairs(self.settings))
+            name: _config(it, name, self.preset, self.like, self.seed, self.settings)
             for name in check_methods([self.method])
         }
         if self.method != "all":
@@ -133,6 +136,8 @@ class Show:
     """cd, persistent, noise, hybrid, drl or da."""
     preset: Annotated[str, tyro.conf.arg(metavar="PRESET")] = "default"
     """quick, default or paper."""
+    like: Annotated[Path | None, tyro.conf.arg(metavar="MODEL")] = None
+    """In place of a preset: the settings of a run or a model."""
     settings: Settings = field(default_factory=list)
     """Change one setting; repeat for more."""
     threads: int = 0
@@ -141,7 +146,7 @@ class Show:
     def __call__(self) -> None:
         _set_threads(self.threads)
         it = experiment(self.experiment)
-        config = resolve(it.name, it.presets, self.method, self.preset, 0, _pairs(self.settings))
+        config = _config(it, self.method, self.preset, self.like, 0, self.settings)
         for name in (f.name for f in dataclasses.fields(config)):
             value = getattr(config, name)
             print(f"  {name:<18} {value if isinstance(value, str) else json.dumps(value)}")
@@ -248,6 +253,18 @@ class Report:
             self.out.mkdir(parents=True, exist_ok=True)
             report.write_comparison(self.out, finished)
             print(f"report: {self.out / 'report.html'}")
+
+
+def _config(it: Experiment, method: str, preset: str, like: Path | None, seed: int, settings: list[str]) -> Config:
+    if like is None:
+        return resolve(it.name, it.presets, method, preset, seed, _pairs(settings))
+    found = load(like).config
+    if (found.experiment, found.method, preset) != (it.name, method, "default"):
+        raise InputError(
+            f"--like {like} is {found.method} on {found.experiment}: it goes with that experiment and method, and "
+            "without --preset"
+        )
+    return again(found, seed, _pairs(settings))
 
 
 def _pairs(settings: list[str]) -> dict[str, str]:

@@ -282,8 +282,17 @@ def resolve(
     if preset not in presets:
         raise InputError(f"unknown preset {preset!r} of {experiment}: choose one of {', '.join(presets)}")
     values: dict[str, Any] = presets[preset].get("all", {}) | presets[preset].get(method_name, {})
-    values |= {key: _parse(key, text) for key, text in (overrides or {}).items()}
+    values |= _parsed(overrides or {})
     return Config(experiment=experiment, method=method_name, preset=preset, seed=seed, **values)
+
+
+def again(config: Config, seed: int, overrides: dict[str, str] | None = None) -> Config:
+    """The settings of another run with a seed and overrides of one's own."""
+    return dataclasses.replace(config, seed=seed, **_parsed(overrides or {}))
+
+
+def _parsed(overrides: dict[str, str]) -> dict[str, Any]:
+    return {key: _parse(key, text) for key, text in overrides.items()}
 
 
 def _parse(key: str, text: str) -> Any:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from daebm.chains import Chains
 from daebm.engine import drafts, set_precision
 from daebm.resnet import Draft
-from daebm.samplers.langevin import energy_and_gradient, init, mala, take_steps
+from daebm.samplers.langevin import init, mala, propose, take_steps
 from daebm.samplers.mgms import carried_energies, draft_log_ratio, label_energies
 
 LIMIT = 0.01  # of either change; a 0.3-nat error moves the *mean* acceptance by .006 only, but a proposal's by .08
@@ -109,19 +109,14 @@ def _proposal(
     network: nn.Module, x: Tensor, t: Tensor, sigma: Tensor, _steps: int, generator: torch.Generator
 ) -> Callable[[], Tensor]:
     """log r of a MALA proposal from x, by energies in the network's precision of the moment; the drift is today's."""
-    step = sigma.reshape(-1, *[1] * (x.ndim - 1))
     eps = torch.randn(x.shape, generator=generator, device=x.device)
 
     def energy(y: Tensor) -> Tensor:
         u: Tensor = network(y, t)
         return u
 
-    before = init(energy, x)
-    proposal = x - step**2 / 2 * before.grad + step * eps
-    _energy, grad = energy_and_gradient(energy, proposal)
-    both = before.grad + grad
-    drift = (step / 2 * both * (eps - step / 4 * both)).flatten(1).sum(1)
-    return lambda: energy(x) - energy(proposal) + drift
+    proposal, correction = propose(energy, init(energy, x), sigma, eps)
+    return lambda: energy(x) - energy(proposal.x) + correction
 
 
 def _burst(

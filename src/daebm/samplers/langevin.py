@@ -74,23 +74,27 @@ def init(energy: PlainEnergy, x: Tensor, compile: bool = False) -> State:
         return State(x.detach(), *evaluate(energy, x))
 
 
-def mala(energy: PlainEnergy, state: State, sigma: Tensor, eps: Tensor, log_u: Tensor) -> tuple[State, Info]:
-    """One MALA step (lines 3-5 of Algorithm 2), with a step size per chain.
+def propose(energy: PlainEnergy, state: State, sigma: Tensor, eps: Tensor) -> tuple[State, Tensor]:
+    """Where MALA would go by noise eps, and log q(x | x') - log q(x' | x) of the way back and the way there.
 
-    The reverse move needs noise eps' = -eps + (sigma / 2)(g + g'), so log r = U - U' + (|eps|^2 - |eps'|^2) / 2,
-    written here without the cancellation of two large squares.
+    The reverse move needs noise eps' = -eps + (sigma / 2)(g + g'), so that is (|eps|^2 - |eps'|^2) / 2, written here
+    without the cancellation of two large squares.
     """
     step = sigma.reshape(-1, *[1] * (state.x.ndim - 1))
-    proposal = state.x - step**2 / 2 * state.grad + step * eps
-    new_energy, new_grad = energy_and_gradient(energy, proposal)
-    both = state.grad + new_grad
+    x = state.x - step**2 / 2 * state.grad + step * eps
+    new_energy, grad = energy_and_gradient(energy, x)
+    both = state.grad + grad
     correction = step / 2 * both * (eps - step / 4 * both)
-    log_r = state.energy - new_energy + correction.flatten(1).sum(1)
+    return State(x, new_energy, grad), correction.flatten(1).sum(1)
+
+
+def mala(energy: PlainEnergy, state: State, sigma: Tensor, eps: Tensor, log_u: Tensor) -> tuple[State, Info]:
+    """One MALA step (lines 3-5 of Algorithm 2), with a step size per chain."""
+    new, correction = propose(energy, state, sigma, eps)
+    log_r = state.energy - new.energy + correction
     finite = torch.isfinite(log_r)
     accept = finite & (log_u < log_r)  # NaN compares false, +inf is refused above
-    return _take(accept, state, proposal, new_energy, new_grad), Info(
-        torch.where(finite, log_r.clamp(max=0).exp(), 0.0), ~finite
-    )
+    return _take(accept, state, *new), Info(torch.where(finite, log_r.clamp(max=0).exp(), 0.0), ~finite)
 
 
 def langevin(energy: PlainEnergy, state: State, sigma: Tensor, eps: Tensor, log_u: Tensor) -> tuple[State, Info]:
