@@ -118,6 +118,8 @@ def main() -> None:
             tensors[key] = value.half()
         elif key.startswith("law."):
             tensors[key] = value.float()
+        elif key.startswith("estimator.examples."):
+            tensors[key] = value.half()  # grey levels, which it holds exactly
     everything.pop("format")
     checkpoint.write(args.folder, "model", tensors, everything | {"seconds": seconds})
     said = {"log_normaliser": [found.value, found.error], "end": looks[-1]}

@@ -339,7 +339,8 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
         facts = everything["estimator"]
         if settings := facts["parameters"]["settings"]:  # JSON has no tuples, and settings no lists
             facts["parameters"]["settings"] = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
-        array = {k.removeprefix("estimator."): v.numpy() for k, v in tensors.items() if k.startswith("estimator.")}
+        own = {k.removeprefix("estimator."): v for k, v in tensors.items() if k.startswith("estimator.")}
+        array = {k: (v.double() if v.is_floating_point() else v).numpy() for k, v in own.items()}
         self = cls(**facts["parameters"])
         units = Units(tuple(facts["event"]), array["varies"], array["shift"], array["scale"], facts["rows"])
         self.laws_ = laws_in(tensors, everything["data"]["event"])
