@@ -40,12 +40,13 @@ def profiles(energy: Energy, levels: int, z: Tensor) -> Floats:
     Rows of a table at all of the levels, p = 2 (T + 1). Images at some of them, with the slope in each place for
     itself: a garment that is upside down has as steep an energy as any, but elsewhere.
     """
-    some = np.linspace(0, levels - 1, min(PROFILE_LEVELS, levels)).round().astype(int)
+    image = z.ndim == 4
+    some = np.linspace(0, levels - 1, min(PROFILE_LEVELS, levels) if image else levels).round().astype(int)
     columns = []
-    for level in some.tolist() if z.ndim == 4 else range(levels):
+    for level in some.tolist():
         t = torch.full((len(z),), level, device=z.device)
         u, slope = energy_and_gradient(at_level(energy, t), z)
-        if z.ndim == 4:
+        if image:
             places = min(GRID, z.shape[2]), min(GRID, z.shape[3])
             steep = F.adaptive_avg_pool2d(slope.square().sum(1, keepdim=True), places).flatten(1).sqrt()
         else:
