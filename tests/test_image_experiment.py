@@ -36,7 +36,8 @@ KEYS_OF_LEVELS = (
     "energy_gap_se_by_level label_share_range acceptance_range mean_difference_range variance_ratio_range "
     "energy_gap_range own_image_gap_by_level own_image_gap_range own_image_gap_se_by_level neighbour_acceptance "
     "neighbour_acceptance_minimum steps_at_bound step_sizes "
-    "round_trips_per_chain round_trips_median round_trips_per_1000_transitions annealed_gradients_per_sample"
+    "round_trips_per_chain round_trips_median round_trips_per_1000_transitions annealed_gradients_per_sample "
+    "from_noise_mean_difference_range from_noise_variance_ratio_range from_noise_energy_gap_range"
 )
 
 
@@ -110,6 +111,7 @@ def test_quick_run_gives_folder_report_and_summary(
     name: str, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(images, "STORE_CHAINS", 60)  # moved on from held-out images; both for the time it takes
+    monkeypatch.setattr(images, "FRESH", 20)
     monkeypatch.setattr(levels, "SETTLE_ROUNDS", 2)
     it = EXPERIMENTS[name]
     run(resolve(name, it.presets, method, "quick"), tmp_path / "run")
@@ -157,6 +159,9 @@ def test_measures_of_an_exact_model_are_the_truth() -> None:
     np.testing.assert_allclose(summary["variance_ratio_by_level"], 1, atol=0.1)
     assert max(summary["mean_difference_by_level"]) < 0.1
     np.testing.assert_allclose(summary["label_share_by_level"], 1, atol=0.4)
+    for kind, truth in (("energy_gap", 0), ("variance_ratio", 1), ("mean_difference", 0)):  # chains from noise
+        fresh, error = (np.array(summary[f"from_noise_{kind}{of}_by_level"]) for of in ("", "_se"))
+        assert (np.abs(fresh - truth) < 5 * error).all() and len(fresh) == trained.model.ladder.levels
     assert all(0.2 < a <= 1 for a in summary["acceptance_by_level"])
     assert len(summary["neighbour_acceptance"]) == trained.model.ladder.top
     assert summary["neighbour_acceptance_minimum"] == min(summary["neighbour_acceptance"]) > 0.1
@@ -182,6 +187,8 @@ def test_measures_see_a_wrong_model() -> None:
     measured = images.level_measures(trained, walked)
     np.testing.assert_allclose(measured["variance_ratio_by_level"], 0.5, atol=0.08)
     np.testing.assert_allclose(measured["energy_gap_by_level"], 32, atol=5)  # the error of each is about 0.9
+    fresh = images.descent(trained)[1]  # chains that know nothing of the data see it as well
+    assert max(fresh["from_noise_variance_ratio_by_level"]) < 0.7 and min(fresh["from_noise_energy_gap_by_level"]) > 16
     own = images.own_image_gap(trained)  # from the images; steps relax most of it within 30 transitions
     known = ~np.isnan(own["own_image_gap_by_level"])
     assert known.sum() > ladder.levels / 2 and min(np.array(own["own_image_gap_by_level"])[known]) > 16

@@ -107,11 +107,19 @@ def until_visits(
     return Drawn(x, t, gradients, refused)
 
 
-def annealed(sampler: Sampler, start: Drawn, steps: int, generator: torch.Generator, carry: bool = False) -> Drawn:
+def annealed(
+    sampler: Sampler,
+    start: Drawn,
+    steps: int,
+    generator: torch.Generator,
+    carry: bool = False,
+    observe: Callable[[int, Tensor], None] | None = None,
+) -> Drawn:
     """A time-annealed start: ``steps`` Langevin steps at each level from T down to 0.
 
     With ``carry`` every level hands x over as the label move of that name does, which takes a level's noise off at
     once: the same quality for a quarter of the steps. Not exact in itself, but a good place to start an exact chain.
+    ``observe`` is shown each level and the x with which it ends.
     """
     x, gradients, refused = start.x, start.gradients, start.refused
     for level in range(sampler.ladder.top, -1, -1):
@@ -123,6 +131,8 @@ def annealed(sampler: Sampler, start: Drawn, steps: int, generator: torch.Genera
         )
         gradients += (steps + 1) * len(x)
         refused += int(info.nonfinite.sum())
+        if observe is not None:
+            observe(level, x)
     return Drawn(x, torch.zeros_like(start.t), gradients, refused)
 
 

@@ -80,6 +80,13 @@ def _energy_figure(arrays: Arrays) -> Figure:
     return figure
 
 
+BESIDE = {
+    "mean_difference_by_level": "from_noise_mean_difference_by_level",
+    "variance_ratio_by_level": "from_noise_variance_ratio_by_level",
+    "energy_gap_by_level": "own_image_gap_by_level",
+}
+
+
 def _level_figure(summary: Summary, arrays: Arrays) -> Figure:
     """What the chains do at every level."""
     figure = Figure(figsize=(14, 5), layout="constrained")
@@ -88,20 +95,19 @@ def _level_figure(summary: Summary, arrays: Arrays) -> Figure:
         ("acceptance_by_level", "acceptance, frozen steps", None),
         ("step_sizes", "step size", None),
         ("neighbour_acceptance", "acceptance of t <-> t + 1", None),
-        ("mean_difference_by_level", "|mean - held-out| / held-out sd", 0),
-        ("variance_ratio_by_level", "pixel variance / held-out", 1),
-        ("energy_gap_by_level", "U(held-out) - U(chains), 2 se; orange: own image", 0),
+        ("mean_difference_by_level", "|mean - held-out| / held-out sd; orange: from noise", 0),
+        ("variance_ratio_by_level", "pixel variance / held-out; orange: from noise", 1),
+        ("energy_gap_by_level", "U(held-out) - U(chains); orange: own image", 0),
     )
+    figure.supxlabel("level; bars: 2 standard errors", fontsize=8)
     axes = figure.subplots(2, 4).flat
     for axis, (key, title, truth) in zip(axes, panels, strict=False):
-        values = np.array(summary[key], dtype=float)
-        lines: list[tuple[Floats, Floats | None]] = [(values, None)]
-        if key.startswith("energy_gap"):
-            own = np.array(summary["own_image_gap_by_level"], dtype=float)
-            errors = (np.array(summary[f"{kind}_gap_se_by_level"], dtype=float) for kind in ("energy", "own_image"))
-            lines = [(line, 2 * error) for line, error in zip((values, own), errors, strict=True)]
-        for line, bars in lines:
-            axis.errorbar(np.arange(len(line)), line, bars, marker=".", linewidth=0.8, elinewidth=0.8)
+        for name in (key, BESIDE.get(key)):
+            if name in summary:
+                line = np.array(summary[name], dtype=float)
+                error = summary.get(name.replace("_by_level", "_se_by_level"))
+                bars = None if error is None else 2 * np.array(error, dtype=float)
+                axis.errorbar(np.arange(len(line)), line, bars, marker=".", linewidth=0.8, elinewidth=0.8)
         axis.set_title(title, fontsize=9)
         if truth is not None:
             axis.axhline(truth, color="0.6", linewidth=0.8)

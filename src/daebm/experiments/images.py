@@ -28,6 +28,7 @@ HELD_OUT = 5000  # the last so many training images; the test split is for final
 STORE_CHAINS = 1000  # at most so many of the store are moved on; bounds memory
 OWN_TRANSITIONS = 250  # in which a chain has not forgotten the image that it began from
 SNAPSHOTS = 20  # of the moving chains, over the second half of their way
+FRESH = 1000  # chains from noise, at least, that are looked at on their way down
 PER_LEVEL = 1000  # diffused held-out images whose energy stands for a level's
 ROWS = 500  # images per network evaluation; bounds memory
 CHECKED = 8000  # draws on which precisions are compared
@@ -189,46 +190,97 @@ def energies(model: Model, x: Tensor, t: Tensor | int = 0) -> Tensor:
         return torch.cat([model.network(x[i : i + ROWS], level[i : i + ROWS]) for i in starts]).double().cpu()
 
 
+class Moments(NamedTuple):
+    """Chains at one level against diffused held-out images, with standard errors; gaps in nats."""
+
+    mean_difference: float = math.nan
+    variance_ratio: float = math.nan
+    energy_gap: float = math.nan
+    mean_difference_se: float = math.nan
+    variance_ratio_se: float = math.nan
+    energy_gap_se: float = math.nan
+
+
+class HeldOut:
+    """What held-out images are like at any level.
+
+    The mean is that of all pixels, the variance that of a pixel averaged over pixels; both are exact, not of diffused
+    draws. Energies are of draws.
+    """
+
+    def __init__(self, trained: Trained) -> None:
+        self.trained, self.images = trained, trained.dataset.held_out
+        z = trained.dataset.standardise(self.images)
+        self.mean, self.variance = float(z.mean()), float(z.var(0).mean())
+
+    def against(self, level: int, x: Tensor, chain: Tensor) -> Moments:
+        """Draws x at a level of the chains that ``chain`` names; nothing is known of fewer than two."""
+        if len(torch.unique(chain)) < 2:
+            return Moments()
+        model, ladder = self.trained.model, self.trained.model.ladder
+        abar, noise = float(ladder.abar[level]), float(ladder.variance[level])
+        variance = abar * self.variance + noise
+        u = energies(model, x, level)
+        u_held = energies(model, diffused(self.trained, self.images[:PER_LEVEL], level), level)
+        brightness = x.flatten(1).mean(1).double().cpu() / math.sqrt(variance)
+        spread = (x - x.mean(0)).square().flatten(1).mean(1).double().cpu() / variance
+        return Moments(
+            abs(float(x.mean()) - math.sqrt(abar) * self.mean) / math.sqrt(variance),
+            float(x.var(0).mean()) / variance,
+            float(u_held.mean() - u.mean()),
+            _chain_error(brightness, chain),
+            _chain_error(spread, chain),
+            math.hypot(math.sqrt(float(u_held.var() / len(u_held))), _chain_error(u, chain)),
+        )
+
+
 def level_measures(trained: Trained, walked: Walk) -> Summary:
     """Chains against diffused held-out images, level by level; NaN where fewer than two chains have been.
 
-    The mean is that of all pixels, the variance that of a pixel averaged over pixels; the held-out ones are exact,
-    not of diffused draws. Draws of one chain are dependent: standard errors add up each chain's first.
+    Draws of one chain are dependent: standard errors add up each chain's first.
     """
-    model, ladder, held = trained.model, trained.model.ladder, trained.dataset.held_out
-    z = trained.dataset.standardise(held)
-    clean_mean, clean_variance = float(z.mean()), float(z.var(0).mean())
-    u_chains, t, chain = energies(model, walked.x, walked.t), walked.t.cpu(), walked.chain.cpu()
-    rows = []
-    for level, (abar, noise) in enumerate(zip(ladder.abar.tolist(), ladder.variance.tolist(), strict=True)):
-        own = t == level
-        if len(torch.unique(chain[own])) < 2:
-            rows.append((math.nan,) * 6)
-            continue
-        x, u = walked.x[own.to(walked.x.device)], u_chains[own]
-        u_held = energies(model, diffused(trained, held[:PER_LEVEL], level), level)
-        variance = abar * clean_variance + noise
-        difference = abs(float(x.mean()) - math.sqrt(abar) * clean_mean) / math.sqrt(variance)
-        se = math.hypot(math.sqrt(float(u_held.var() / len(u_held))), _chain_error(u, chain[own]))
-        brightness = x.flatten(1).mean(1).double().cpu() / math.sqrt(variance)
-        spread = (x - x.mean(0)).square().flatten(1).mean(1).double().cpu() / variance
-        errors = [_chain_error(values, chain[own]) for values in (brightness, spread)]
-        ratio, gap = float(x.var(0).mean()) / variance, float(u_held.mean() - u.mean())
-        rows.append((difference, ratio, gap, *errors, se))
-    columns = [list(column) for column in zip(*rows, strict=True)]
-    measures: Summary = {
-        "label_share_by_level": (torch.bincount(t, minlength=ladder.levels) * ladder.levels / len(t)).tolist(),
-        "acceptance_by_level": walked.acceptance.tolist(),
-        **dict(
-            zip(("mean_difference_by_level", "variance_ratio_by_level", "energy_gap_by_level"), columns, strict=False)
-        ),
-    }
-    ranges = {key.replace("_by_level", "_range"): _range(values) for key, values in measures.items()}
+    model, top, held = trained.model, trained.model.ladder.top, HeldOut(trained)
+    t, chain = walked.t.cpu(), walked.chain.cpu()
+    own = [(t == level).nonzero().squeeze(1) for level in range(top + 1)]
+    rows = [held.against(level, walked.x[i.to(walked.x.device)], chain[i]) for level, i in enumerate(own)]
     carry = trained.config.label_move == "carry"
-    edges = neighbour_acceptance(model.network, walked.x, walked.t, ladder.top, carry=carry).tolist()
+    edges = neighbour_acceptance(model.network, walked.x, walked.t, top, carry=carry).tolist()
+    share: Summary = {"label_share_by_level": (torch.bincount(t, minlength=top + 1) * (top + 1) / len(t)).tolist()}
+    found = share | {"acceptance_by_level": walked.acceptance.tolist()} | _by_level(rows)
     overlap = {"neighbour_acceptance": edges, "neighbour_acceptance_minimum": _range(edges)[0]}
-    kinds = ("mean_difference_se_by_level", "variance_ratio_se_by_level", "energy_gap_se_by_level")
-    return measures | ranges | overlap | dict(zip(kinds, columns[3:], strict=True))
+    return _with_ranges(found) | overlap
+
+
+def descent(trained: Trained) -> tuple[sampling.Drawn, Summary]:
+    """Chains from noise, annealed with `ANNEALED_STEPS` a level, and how each level leaves them.
+
+    Neither training's chains nor its images have a part in them, and every level sees them all: so many independent
+    images know means and variances better than the chains that training left at a level. They lag behind it a little,
+    as annealed chains do.
+    """
+    model, config, held = trained.model, trained.config, HeldOut(trained)
+    rows: list[Moments] = []
+    with torch.no_grad(), progress("levels from noise", model.ladder.levels) as bar:
+
+        def observe(level: int, x: Tensor) -> None:
+            rows.append(held.against(level, x, torch.arange(len(x))))
+            bar.update()
+
+        noise = sampling.from_noise(model.sampler(), model.event, max(FRESH, config.post_chains), trained.generator)
+        carry = config.label_move == "carry"
+        start = sampling.annealed(model.sampler(), noise, ANNEALED_STEPS, trained.generator, carry, observe)
+    found = {f"from_noise_{key}": values for key, values in _by_level(rows[::-1]).items()}
+    return start, _with_ranges(found)
+
+
+def _by_level(rows: list[Moments]) -> Summary:
+    return {f"{name}_by_level": [getattr(row, name) for row in rows] for name in Moments._fields}
+
+
+def _with_ranges(by_level: Summary) -> Summary:
+    """Least and largest of each, but of errors, beside them."""
+    known = {key: values for key, values in by_level.items() if not key.endswith("_se_by_level")}
+    return by_level | {key.replace("_by_level", "_range"): _range(values) for key, values in known.items()}
 
 
 def own_image_gap(trained: Trained) -> Summary:
@@ -315,13 +367,12 @@ def evaluate(trained: Trained) -> tuple[Summary, Arrays]:
             "round_trips_median": float(trips.median()),
             "round_trips_per_1000_transitions": 1000 * float(trips.mean()) / transitions,
         }
-        with torch.no_grad():
-            noise = sampling.from_noise(model.sampler(), model.event, config.post_chains, generator)
-            carry = config.label_move == "carry"
-            start = sampling.annealed(model.sampler(), noise, ANNEALED_STEPS, generator, carry)
-        drawn = walk(trained, start.x, start.t, config.post_transitions)
-        samples, gradients = at_zero(drawn), start.gradients + drawn.gradients
-        summary["annealed_gradients_per_sample"] = start.gradients / len(start.x)
+        start, found = descent(trained)
+        each = start.gradients / len(start.x)
+        summary |= found | {"annealed_gradients_per_sample": each}
+        few = slice(config.post_chains)
+        drawn = walk(trained, start.x[few], start.t[few], config.post_transitions)
+        samples, gradients = at_zero(drawn), each * config.post_chains + drawn.gradients
         shown |= {"store": at_zero(walked), "annealed": start.x}
         at_0 |= {"store": walked.x[walked.t == 0], "samples": drawn.x[drawn.t == 0]}
         arrays["trips"] = trained.chains.trips.cpu().numpy()
@@ -361,6 +412,8 @@ COLUMNS = (
     Column("mean_difference_range", "pixel mean off by, sd", "0 0"),
     Column("variance_ratio_range", "pixel variance ratio, range", "1 1"),
     Column("energy_gap_range", "energy gap by level, nats", "0 0"),
+    Column("from_noise_mean_difference_range", "from noise: pixel mean off by, sd", "0 0"),
+    Column("from_noise_variance_ratio_range", "from noise: pixel variance ratio, range", "1 1"),
     Column("own_image_gap_range", "gap to the chain's own image, nats", "0 0"),
     Column("round_trips_per_chain", "label round trips a chain"),
     Column("round_trips_per_1000_transitions", "round trips per 1,000 transitions"),
