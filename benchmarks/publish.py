@@ -49,11 +49,11 @@ def rounded(law: Law) -> Law:
 def history(run: Path, iteration: int, trips: float, gap: tuple[float, float]) -> list[dict[str, Any]]:
     """The acceptance of every thousandth iteration while chains persisted, and what is known at the end."""
     logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    known = [row for row in logged if row.get("acceptance") and row["iteration"] % 1000 == 0]
+    known = [row for row in logged if row.get("acceptance") and row["iteration"] <= iteration]
     nothing = {"gap": np.nan, "gap_error": np.nan, "round_trips": np.nan, "chosen": False}
-    looks = [{"iteration": row["iteration"], "acceptance": row["acceptance"]} | nothing for row in known]
+    looks = [{key: row[key] for key in ("iteration", "acceptance")} | nothing for row in known]
     found = {"gap": gap[0], "gap_error": gap[1], "round_trips": trips, "chosen": True}
-    return [*looks[:-1], {"iteration": iteration, "acceptance": known[-1]["acceptance"]} | found]
+    return [*(look for look in looks[:-1] if look["iteration"] % 1000 == 0), looks[-1] | found]
 
 
 def main() -> None:

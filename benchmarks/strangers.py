@@ -16,6 +16,7 @@ from daebm.detection import Images
 from daebm.experiments.images import HELD_OUT
 from daebm.images import load_images
 from daebm.model import model_folder
+from daebm.profile import needed
 
 
 def strangers(held: Images) -> dict[str, Images]:
@@ -44,7 +45,7 @@ def main() -> None:
     train, held = train[:-HELD_OUT], train[-HELD_OUT:]
     sets = {"held-out": held[: 2 * args.images]} | strangers(held[2 * args.images :][: 8 * args.images])
     saved = detection.saved_laws(model_folder(args.model))
-    laws = {k: saved.get(k) or detection.fit_law(k, model, train) for k in args.scores if k != "energy"}
+    laws = {k: saved.get(k) or detection.fit_law(k, model, train) for k in needed(args.scores, model.network)}
     scores = {k: v for k, v in detection.model_scores(model, laws).items() if k in args.scores}
     found = detection.detect(scores | detection.baseline_scores(train), sets).separations
     print(f"{'':<14}", *(f"{kind:>12}" for kind in [*list(sets)[1:], "mean"]))

@@ -127,8 +127,8 @@ def test_a_mixture_of_few_different_rows() -> None:
 def test_laws_of_another_version_are_left_alone() -> None:
     """Those of images are mixtures, those of rows Gaussians."""
     rows = kinds_of_rows(100)
-    tensors = law_tensors({"profile": Gaussian.of(rows), "features": Mixture.of(rows)})
-    assert list(laws_in(tensors, (3,))) == ["profile"] and list(laws_in(tensors, (1, 8, 8))) == ["features"]
+    tensors = law_tensors({"slopes": Gaussian.of(rows), "features": Mixture.of(rows)})
+    assert list(laws_in(tensors, (3,))) == ["slopes"] and list(laws_in(tensors, (1, 8, 8))) == ["features"]
 
 
 def test_a_mixture_sees_what_lies_beside_its_axes() -> None:
@@ -146,23 +146,37 @@ def test_laws_are_read_as_they_were_written_and_row_by_row() -> None:
     for event in ((3,), (1, 8, 8)):
         law = profile.law(event).of(rows)
         whole = law.score(rows)
-        np.testing.assert_array_equal(laws_in(law_tensors({"profile": law}), event)["profile"].score(rows), whole)
+        np.testing.assert_array_equal(laws_in(law_tensors({"slopes": law}), event)["slopes"].score(rows), whole)
         np.testing.assert_array_equal(np.concatenate([law.score(rows[:7]), law.score(rows[7:])]), whole)
+
+
+def test_a_profile_adds_up_what_two_laws_say() -> None:
+    """Of residual networks; others have no features, and a model without slopes has no profile."""
+    rows = {"slopes": kinds_of_rows(600), "features": RANDOM.normal(size=(600, 2))}
+    laws = {kind: Gaussian.of(said) for kind, said in rows.items()}
+    both = laws["slopes"].score(rows["slopes"]) + laws["features"].score(rows["features"])
+    np.testing.assert_array_equal(profile.score("profile", laws, rows.__getitem__), both)
+    alone = {"slopes": laws["slopes"]}
+    np.testing.assert_array_equal(
+        profile.score("profile", alone, rows.__getitem__), laws["slopes"].score(rows["slopes"])
+    )
+    assert profile.scores(laws) == ["features", "profile"] and profile.scores(alone) == ["profile"]
+    assert profile.scores({"features": laws["features"]}) == ["features"]
 
 
 def test_slopes_of_images_are_known_by_place() -> None:
     """Of |z|^2 / 2 the slope is z itself: a bright square is seen in its own place, and nowhere else."""
     z = torch.full((2, 1, 28, 28), 1e-3)
     z[1, 0, 4:8, 8:12] = 2.0
-    said = profile.profiles(lambda x, t: x.square().flatten(1).sum(1) / 2 + t, 20, z).reshape(2, 8, 50)
+    said = profile.slopes(lambda x, t: x.square().flatten(1).sum(1) / 2 + t, 20, z).reshape(2, 8, 50)
     np.testing.assert_allclose(said[0, :, 0] - said[0, 0, 0], [0, 3, 5, 8, 11, 14, 16, 19], atol=1e-5)  # the levels
     places = said[:, :, 1:].reshape(2, 8, 7, 7)
     np.testing.assert_allclose(places[1, :, 1, 2], math.log(2.0), rtol=1e-6)
     places[1, :, 1, 2] = math.log(1e-3)
     np.testing.assert_allclose(places, math.log(1e-3), rtol=1e-6)
-    rows = profile.profiles(lambda x, t: x.square().sum(1) / 2, 20, torch.tensor([[3.0, 4.0]]))
+    rows = profile.slopes(lambda x, t: x.square().sum(1) / 2, 20, torch.tensor([[3.0, 4.0]]))
     np.testing.assert_allclose(rows.reshape(20, 2), [[12.5, math.log(5.0)]] * 20, rtol=1e-6)  # of a table: all at once
-    few = profile.profiles(lambda x, t: x.square().flatten(1).sum(1), 3, torch.ones(1, 3, 4, 5))
+    few = profile.slopes(lambda x, t: x.square().flatten(1).sum(1), 3, torch.ones(1, 3, 4, 5))
     assert few.shape == (1, 3 * (1 + 4 * 5))  # a grid is no finer than the pixels
 
 

@@ -264,7 +264,7 @@ def test_profile() -> None:
     np.testing.assert_array_equal(model.log_density(x), energy.log_density(x))
     np.testing.assert_array_equal(energy.set_params(score_by="profile").p_values(x), model.p_values(x))  # without a fit
     levels = model.model_.ladder.levels
-    assert model.laws_["profile"].mean.shape == (2 * levels,)
+    assert model.laws_["slopes"].mean.shape == (2 * levels,)
 
 
 def stripes(n: int, seed: int = 0) -> np.ndarray:

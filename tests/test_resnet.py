@@ -18,10 +18,12 @@ LEVELS = 5
 EVENTS = [(1, 8, 8), (1, 9, 11), (1, 28, 28), (3, 9, 11), (3, 16, 5)]
 
 
-def small(event: tuple[int, ...] = (1, 8, 8), depth: int = 1, width: int = 4, patch: int = 1) -> ResNet:
+def small(
+    event: tuple[int, ...] = (1, 8, 8), depth: int = 1, width: int = 4, patch: int = 1, heads: int = 1
+) -> ResNet:
     """A network in float64 with biases that are not zero, so that a forgotten one shows, and weights of 11 bits."""
     torch.manual_seed(0)
-    network = ResNet(event, LEVELS, width, depth, patch).double()
+    network = ResNet(event, LEVELS, width, depth, patch, heads).double()
     for part in network.modules():
         if isinstance(part, nn.Conv2d):
             part.weight.data = eleven_bits(part.weight.data)
@@ -31,7 +33,7 @@ def small(event: tuple[int, ...] = (1, 8, 8), depth: int = 1, width: int = 4, pa
 
 
 def level_network(
-    event: tuple[int, ...] = (1, 8, 8), floor: float = 0.1, patch: int = 1
+    event: tuple[int, ...] = (1, 8, 8), floor: float = 0.1, patch: int = 1, heads: int = 4
 ) -> tuple[LevelResNet, Ladder, Tensor]:
     """Correlated images with a mean, the ladder, and the network at its start."""
     generator = torch.Generator().manual_seed(1)
@@ -40,7 +42,13 @@ def level_network(
     data = data.reshape(200, *event)
     ladder = Ladder.geometric(d, floor=floor, top=LEVELS - 1)
     torch.manual_seed(2)
-    return LevelResNet(data, ladder, width=4, patch=patch), ladder, data
+    return LevelResNet(data, ladder, width=4, patch=patch, heads=heads), ladder, data
+
+
+def speak(network: LevelResNet) -> None:
+    """Let its correction, which starts at zero, say something at every resolution."""
+    for head in network.inner.heads:
+        nn.init.normal_(head.weight)
 
 
 def images(n: int, event: tuple[int, ...], seed: int = 3) -> tuple[Tensor, Tensor]:
@@ -79,15 +87,19 @@ def reference(network: ResNet, x: Tensor, t: Tensor, patch: int = 1) -> Tensor:
     time = swish(layer("embed.1", swish(time)))
     h = layer("stem", squares(F.pad(x, margins(tuple(x.shape[1:]), 8 * patch)), patch))
     count = sum(name.endswith("first.weight") for name in weights)
+    higher, u = sum(name.startswith("higher_heads") for name in weights) // 2, torch.zeros(len(x), dtype=x.dtype)
     for i in range(count):
         if i and i % (count // 4) == 0:  # four resolutions
+            before = i // (count // 4) - 1 - (3 - higher)
+            if before >= 0:
+                u = u - (swish(h).sum((2, 3)) * layer(f"higher_heads.{before}", time)).sum(1)
             n, c, height, width_ = h.shape
             h = h.reshape(n, c, height // 2, 2, width_ // 2, 2).mean((3, 5))
         block = f"_blocks.{i}."
         inner = layer(block + "first", swish(h)) + layer(block + "shift", time)[:, :, None, None]
         skip = layer(block + "skip", h) if block + "skip.weight" in weights else h
         h = layer(block + "second", swish(inner)) + skip
-    return -(swish(h).sum((2, 3)) * layer("head", time)).sum(1)
+    return u - (swish(h).sum((2, 3)) * layer("head", time)).sum(1)
 
 
 def test_paper_network_has_the_papers_size() -> None:
@@ -128,24 +140,25 @@ def test_the_stem_is_a_convolution_of_the_padded_image(event: tuple[int, ...]) -
 
 
 @pytest.mark.parametrize(
-    ("event", "depth", "patch"),
+    ("event", "depth", "patch", "heads"),
     [
-        ((1, 8, 8), 1, 1),
-        ((3, 9, 11), 1, 1),
-        ((1, 8, 8), 2, 1),
-        ((1, 16, 16), 1, 2),
-        ((3, 9, 17), 2, 2),
-        ((1, 8, 8), 1, 3),
+        ((1, 8, 8), 1, 1, 1),
+        ((3, 9, 11), 1, 1, 4),
+        ((1, 8, 8), 2, 1, 2),
+        ((1, 16, 16), 1, 2, 1),
+        ((3, 9, 17), 2, 2, 3),
+        ((1, 8, 8), 1, 3, 4),
     ],
     ids=str,
 )
-def test_the_network_is_what_it_says(event: tuple[int, ...], depth: int, patch: int) -> None:
+def test_the_network_is_what_it_says(event: tuple[int, ...], depth: int, patch: int, heads: int) -> None:
     """Energy and slope against a plain second writing, in float64: rounding only, so the defaults (1e-7) hold.
 
     With patches the image is padded to a multiple of 8 of them a side: 9 x 17 pixels to 16 x 32 for patches of 2.
     """
-    network = small(event, depth, patch=patch)
-    assert len(network.blocks) == 4 * depth and network.stem.weight.shape == (4, event[0] * patch**2, 3, 3)
+    network = small(event, depth, patch=patch, heads=heads)
+    assert len(network.heads) == heads and len(network.blocks) == 4 * depth
+    assert network.stem.weight.shape == (4, event[0] * patch**2, 3, 3)
     x, t = images(2 * LEVELS, event)
     x.requires_grad_(True)
     ours, plain = network(x, t), reference(network, x, t, patch)
@@ -200,7 +213,7 @@ def test_the_energy_at_given_levels_is_the_energy(kind: str, patch: int) -> None
     network: nn.Module = small((1, 9, 8), patch=patch)
     if kind == "level-resnet":
         network = level_network((1, 9, 8), patch=patch)[0].double()
-        nn.init.normal_(network.inner.head.weight)
+        speak(network)
         nn.init.normal_(network.constant)
     for seed in (3, 4):
         x, t = images(2 * LEVELS, (1, 9, 8), seed)
@@ -226,7 +239,7 @@ def test_many_labels_at_once_are_one_by_one(
     else:
         network = level_network(event, patch=patch)[0].double()
         inner = network.inner
-        nn.init.normal_(inner.head.weight)
+        speak(network)
         nn.init.normal_(network.constant)
     x, _t = images(n, event)
     labels = torch.randint(LEVELS, (n, 7), generator=torch.Generator().manual_seed(4))
@@ -234,7 +247,7 @@ def test_many_labels_at_once_are_one_by_one(
         values = n * 4 * (16 * 8 if patch == 1 else 8 * 8)  # images, channels, padded pixels: one label's map
         monkeypatch.setattr(resnet, "LABEL_VALUES", together * values + values - 1)
     parts, rest = [], inner._rest
-    monkeypatch.setattr(inner, "_rest", lambda h, c, time: parts.append(len(h)) or rest(h, c, time))
+    monkeypatch.setattr(inner, "_rest", lambda h, c, *level: parts.append(len(h)) or rest(h, c, *level))
     with torch.no_grad():
         u = network.of_labels(x, labels)
         assert parts == {None: [21], 1: [3] * 7, 2: [6, 6, 6, 3], 3: [9, 9, 3]}[together]
@@ -269,7 +282,7 @@ def test_the_correction_weighs_as_the_noise_of_its_level() -> None:
     """U = Gaussian + f / sqrt(v_t) + c_t, also where f and c are not zero."""
     network, ladder, _data = level_network()
     network.double()
-    nn.init.normal_(network.inner.head.weight)
+    speak(network)
     nn.init.normal_(network.constant)
     x, t = images(2 * LEVELS, (1, 8, 8))
     expected = network.base(x, t) + network.inner(x, t) / ladder.variance[t].sqrt() + network.constant[t]

@@ -23,7 +23,7 @@ from daebm.experiments.base import Experiment
 from daebm.images import load_images
 from daebm.methods import METHODS
 from daebm.model import load, model_folder
-from daebm.profile import SAID
+from daebm.profile import SCORES, needed
 from daebm.training import begin, step
 
 Name = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="EXPERIMENT")]
@@ -190,7 +190,7 @@ class Ood:
         _set_threads(self.threads)
         if self.data_dir is not None:
             os.environ["DAEBM_DATA"] = str(self.data_dir)
-        known = ("energy", *SAID)
+        known = ("energy", *SCORES)
         if wrong := [name for name in self.scores if name not in known] or not self.scores:
             raise InputError(f"--scores takes {', '.join(known)}, got {wrong or 'none'}")
         if self.images < 0:
@@ -204,8 +204,8 @@ class Ood:
         if inside not in detection.SETS:
             raise InputError(f"{self.model} is a model of {inside or 'other data'}: ood is for fashion-mnist and mnist")
         sets, (train, _labels) = detection.sets_of_images(inside, self.images), load_images(inside, "train")
-        saved, wanted = detection.saved_laws(model_folder(self.model)), [n for n in self.scores if n != "energy"]
-        laws = {name: saved.get(name) or detection.fit_law(name, model, train) for name in wanted}
+        saved, wanted = detection.saved_laws(model_folder(self.model)), needed(self.scores, model.network)
+        laws = {kind: saved.get(kind) or detection.fit_law(kind, model, train) for kind in wanted}
         scores = {name: score for name, score in detection.model_scores(model, laws).items() if name in self.scores}
         found = detection.detect(scores | detection.baseline_scores(train), sets)
         lines, differences = detection.lines(found), detection.differences(found, scores)

@@ -14,6 +14,7 @@ from daebm.methods import METHODS, method
 from daebm.samplers.langevin import KERNELS
 
 NETWORKS = ("level-mlp", "level-resnet", "relu-mlp", "gated-mlp", "relu-basis", "resnet")
+RESOLUTIONS = 4  # of a residual network
 PRECISIONS = ("fp32", "tf32x2", "drafted", "tf32", "fp16", "bf16")
 
 
@@ -46,6 +47,7 @@ class Config:
     width: int = 128  # of a layer; channels at full resolution of a residual network
     hidden: int = 3  # hidden layers; blocks per resolution of a residual network
     patch: int = 1  # residual networks: squares of so many pixels a side are the first layer's pixels
+    heads: int = 1  # residual networks: at so many resolutions, from the lowest up, maps are summed up to the energy
     squares: int = 0  # level-mlp: learned constraints in the head of squares
     octaves: int = 0  # level-mlp: sin and cos features at frequencies 1, 2, 4, ..
 
@@ -145,6 +147,7 @@ class Config:
         for name in ("average", "beta1"):
             _require(self, name, 0 <= getattr(self, name) < 1, "in [0, 1)")
         _require(self, "level_rate", self.level_rate <= 1, "at most 1")
+        _require(self, "heads", 1 <= self.heads <= RESOLUTIONS, f"between 1 and {RESOLUTIONS}")
         if self.level_rate and not self.adapt_every:
             raise InputError("level_rate balances the levels whenever step sizes adapt: adapt_every must not be 0")
         if (self.label_move == "carry" or self.relate) and not (row.name == "da" and self.network.startswith("level-")):

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from daebm import checkpoint, profile
 from daebm.images import load_images
 from daebm.model import Model
-from daebm.profile import LAW_ROWS, SAID, Law, laws_in
+from daebm.profile import LAW_ROWS, SCORES, Law, laws_in
 from daebm.units import Floats
 
 SETS = ("fashion-mnist", "mnist", "emnist-letters", "kmnist")
@@ -45,15 +45,15 @@ def saved_laws(folder: Path) -> dict[str, Law]:
 
 
 def model_scores(model: Model, laws: Mapping[str, Law]) -> dict[str, Score]:
-    """``energy``, -U(x, 0) as in the paper, and one for each law."""
+    """``energy``, -U(x, 0) as in the paper, and what can be had with the laws."""
 
     def energy(images: Images) -> Floats:
         return -model.energy(images[:, None]).astype(np.float64)
 
-    def of(name: str, law: Law) -> Score:
-        return lambda images: law.score(model.said(name, images[:, None]))
+    def of(name: str) -> Score:
+        return lambda images: profile.score(name, laws, lambda kind: model.said(kind, images[:, None]))
 
-    return {"energy": energy} | {name: of(name, law) for name, law in laws.items()}
+    return {"energy": energy} | {name: of(name) for name in profile.scores(laws)}
 
 
 def baseline_scores(train: Images) -> dict[str, Score]:
@@ -207,7 +207,7 @@ def figures(detection: Detection) -> dict[str, Figure]:
     histograms = Figure(figsize=(4 * len(names), 2.6), layout="constrained")
     for axis, name in zip(np.atleast_1d(histograms.subplots(1, len(names))), names, strict=True):
         values = detection.scores[name]
-        if name in SAID:  # squared distances reach a hundred times further out than normal images do
+        if name in SCORES:  # squared distances reach a hundred times further out than normal images do
             top = max(float(part.max()) for part in values.values())
             values = {key: -np.sqrt(top - part) for key, part in values.items()}
         # A few images that are far out would leave one bar for all others.
@@ -215,7 +215,7 @@ def figures(detection: Detection) -> dict[str, Figure]:
         for key, part in values.items():
             bins = np.linspace(low, high, 60).tolist()
             axis.hist(part.clip(low), bins=bins, density=True, histtype="step", label=key)
-        axis.set_title(f"{name}, as minus a distance" if name in SAID else name, fontsize=9)
+        axis.set_title(f"{name}, as minus a distance" if name in SCORES else name, fontsize=9)
         axis.locator_params(axis="x", nbins=5)
         axis.set_yticks([])
     histograms.axes[0].legend(fontsize=7)

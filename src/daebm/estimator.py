@@ -22,7 +22,7 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
-from daebm import checkpoint, conformal, recipe
+from daebm import checkpoint, conformal, profile, recipe
 from daebm.data import Dataset
 from daebm.errors import CheckpointError, InputError
 from daebm.fitting import LARGEST_VALIDATION, Normalised, Watch, energies, normalise
@@ -31,7 +31,7 @@ from daebm.profile import LAW_ROWS, SAID, Law, kinds, law, law_tensors, laws_in
 from daebm.training import train
 from daebm.units import Floats, Units
 
-SCORES = ("energy", *SAID)
+SCORES = ("energy", *profile.SCORES)
 PER_SCORE = ("calibration", "validation", "examples")  # attributes that hold an array for each of them
 CALIBRATION, LARGEST_CALIBRATION = 5, 1000  # one row in five is kept for calibration, up to so many
 VALIDATION = 10  # one row in ten is kept to watch training by, up to LARGEST_VALIDATION
@@ -64,7 +64,8 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
         network says of a row. ``profile``: the energies and the logarithms of their slopes at many noise levels, by
         minus the squared Mahalanobis distance (Ledoit-Wolf); of images the slopes are taken place by place, by a
         mixture of Gaussians. ``features``: the map that the energy is a sum of, by such a mixture (residual networks
-        only). Scores of a mixture are twice log densities, up to a constant. Constant columns with another value take
+        only, whose ``profile`` has the score of the features added). Scores of a mixture are twice log densities, up
+        to a constant. Constant columns with another value take
         off twice the nats then. (Not called ``score``: an attribute of that name would hide the method `score`, which
         `GridSearchCV` needs, and scikit-learn demands that attribute and parameter share their name.)
     fpr : float
@@ -93,7 +94,7 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
     noisy_ : log densities of the calibration rows with the floor's noise added, as the model's own draws have it
     drawn_ : log densities of draws of the model's own, by which its normalising constant was found
     examples_ : the eight least and the eight most normal calibration rows, sorted like their scores, of every kind
-    laws_ : what the network says of training rows, as a law (`daebm.profile`) for each kind of score
+    laws_ : what the network says of training rows, as a law (`daebm.profile`) for each kind of what it says
     history_ : a dictionary for every look during training: held-out log density, gap, acceptance, round trips
     """
 
@@ -186,7 +187,7 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
         self.log_normaliser_, self.log_normaliser_se_ = found.value, found.error
         self.drawn_ = -found.drawn[::-1] - found.value - self.units_.log_stretch
         self.laws_ = laws
-        scores = {kind: self._scores(calibration, kind) for kind in ("energy", *laws)}
+        scores = {kind: self._scores(calibration, kind) for kind in ("energy", *profile.scores(laws))}
         self.examples_ = {kind: calibration[_ends(values)] for kind, values in scores.items()}
         self.validation_ = {kind: np.sort(self._scores(validation, kind)) for kind in scores}
         self.noisy_ = self._noisy_log_density(calibration)
@@ -344,8 +345,9 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
         self = cls(**facts["parameters"])
         units = Units(tuple(facts["event"]), array["varies"], array["shift"], array["scale"], facts["rows"])
         self.laws_ = laws_in(tensors, everything["data"]["event"])
+        had = ("energy", *profile.scores(self.laws_))
         for name in PER_SCORE:
-            setattr(self, name + "_", {kind: array[f"{name}.{kind}"] for kind in ("energy", *self.laws_)})
+            setattr(self, name + "_", {kind: array[f"{name}.{kind}"] for kind in had})
         self.noisy_, self.drawn_ = array["noisy"], array["drawn"]
         self.log_normaliser_, error = facts["log_normaliser"], facts["log_normaliser_se"]
         self.log_normaliser_se_ = math.inf if error is None else error
@@ -406,7 +408,7 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
     def _scores(self, x: Floats, kind: str) -> Floats:
         if kind == "energy":
             return self._log_density(x)
-        score = self.laws_[kind].score(self._said(kind, x))
+        score = profile.score(kind, self.laws_, lambda kind: self._said(kind, x))
         return _rounded(score - 2 * self.units_.surprise(x))  # a squared distance is twice a number of nats
 
     def _parts(self, x: Floats) -> list[Tensor]:

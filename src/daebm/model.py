@@ -91,11 +91,11 @@ class Model:
     def said(self, name: str, x: Array) -> np.ndarray[Any, np.dtype[np.float64]]:
         """What the network says of x (n, ...) besides its energy, (n, p).
 
-        ``profile``: [U(x, t), log |grad U(x, t)|] level by level, for images place by place. ``features``: the last
+        ``slopes``: [U(x, t), log |grad U(x, t)|] level by level, for images place by place. ``features``: the last
         map of a residual network at level 0, from which the energy is summed up, as a direction.
         """
         if name not in profile.kinds(self.network):
-            raise InputError(f"network {self.config.network!r} says no {name!r}: profile, and features of a resnet")
+            raise InputError(f"network {self.config.network!r} says no {name!r}: slopes, and features of a resnet")
         points, rows = self._points(x), max(1, PROFILE_CHUNK // math.prod(self.event))
         starts = range(0, max(len(points), 1), rows)
         with exactly(self.network):

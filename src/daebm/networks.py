@@ -243,9 +243,9 @@ def build(config: Config, data: Tensor, ladder: Ladder) -> nn.Module:
         from daebm.resnet import LevelResNet, ResNet
 
         if config.network == "resnet":
-            network = ResNet(event, ladder.levels, width, hidden, config.patch)
+            network = ResNet(event, ladder.levels, width, hidden, config.patch, config.heads)
         else:
-            network = LevelResNet(data, ladder, width, hidden, config.patch)
+            network = LevelResNet(data, ladder, width, hidden, config.patch, config.heads)
     elif config.network == "level-mlp":
         network = LevelMLP(data, ladder, width, hidden, config.squares, config.octaves)
     elif len(event) != 1:

@@ -3,11 +3,13 @@
 U(x, 0) depends on how much there is in an image, and simple images of another kind may have a low one. A point that one
 level takes for normal may stand out at another, and one that has the right energy may have it for the wrong reasons:
 the features of the network are what its energy is a sum of, before the sum has forgotten what it sums.
+
+What is said has a law over training points (`SAID`); a score is how normal a point is by one law or by two (`SCORES`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -23,7 +25,7 @@ from daebm.units import Floats
 LAW_ROWS = 10_000  # rows that a law is of, at most
 LEAST_SLOPE = 1e-12  # a point where U is flat has no logarithm of a slope
 # Of images, chosen on the same strangers as the mixture below: four levels do as well, squares of two pixels do not.
-PROFILE_LEVELS, GRID = 8, 7  # spread evenly; slopes are known by place, on a grid of so many places a side
+SLOPE_LEVELS, GRID = 8, 7  # spread evenly; slopes are known by place, on a grid of so many places a side
 # Of a mixture, chosen on strangers that were made of normal images (benchmarks/strangers.py); 50 to 100 axes, 20 to 40
 # kinds and 10 to 100 rows are all alike.
 AXES, KINDS = 100, 20  # at most
@@ -34,14 +36,14 @@ EXACT_COLUMNS = 4096  # up to so many, axes are exact; a covariance of more woul
 LEAST_REST = 1e-12  # of directions, whose squares add up to 1
 
 
-def profiles(energy: Energy, levels: int, z: Tensor) -> Floats:
+def slopes(energy: Energy, levels: int, z: Tensor) -> Floats:
     """[U(z, t), log |grad U(z, t)|] of standardised points, level by level, (n, p).
 
     Rows of a table at all of the levels, p = 2 (T + 1). Images at some of them, with the slope in each place for
     itself: a garment that is upside down has as steep an energy as any, but elsewhere.
     """
     image = z.ndim == 4
-    some = np.linspace(0, levels - 1, min(PROFILE_LEVELS, levels) if image else levels).round().astype(int)
+    some = np.linspace(0, levels - 1, min(SLOPE_LEVELS, levels) if image else levels).round().astype(int)
     columns = []
     for level in some.tolist():
         t = torch.full((len(z),), level, device=z.device)
@@ -157,8 +159,28 @@ def _product(rows: Floats, matrix: Floats) -> Floats:
 Law = Gaussian | Mixture
 
 
-SAID: dict[str, Callable[[Any, int, Tensor], Floats]] = {"features": features, "profile": profiles}
-"""What a network of so many levels says of points. Scores of these names are how normal that is by its law."""
+SAID: dict[str, Callable[[Any, int, Tensor], Floats]] = {"features": features, "slopes": slopes}
+"""What a network of so many levels says of points; each has a law of its own."""
+
+SCORES: dict[str, tuple[str, ...]] = {"features": ("features",), "profile": ("slopes", "features")}
+"""Of what is said, by its law, or by the sum of two, as if one knew nothing of the other; without features by one."""
+
+
+def scores(laws: Collection[str]) -> list[str]:
+    """Those of `SCORES` that can be had with these laws."""
+    return [name for name, parts in SCORES.items() if parts[0] in laws]
+
+
+def needed(names: Collection[str], network: Any) -> list[str]:
+    """Of what laws the scores of these names are made, for this network."""
+    return [kind for kind in kinds(network) if any(kind in SCORES.get(name, ()) for name in names)]
+
+
+def score(name: str, laws: Mapping[str, Law], said: Callable[[str], Floats]) -> Floats:
+    """The score of that name of points of which ``said`` tells what is said of a kind: larger is more normal."""
+    parts = [laws[kind].score(said(kind)) for kind in SCORES[name] if kind in laws]
+    added: Floats = np.sum(parts, axis=0)
+    return added
 
 
 def law(event: Sequence[int]) -> type[Law]:

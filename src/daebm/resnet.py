@@ -116,6 +116,8 @@ class ResNet(nn.Module):
     level enters every block through a sinusoidal embedding.
 
     ``patch`` makes each square of so many pixels a side one pixel of more channels first: a quarter of the work for 2.
+    ``heads`` is at how many resolutions, from the lowest up, a map is summed up so, with a vector of its own: what is
+    fine in an image then has its own say in the slope.
 
     ``arithmetic`` is the precision of the convolutions (`convolve`). Sums along the residual stream, the level's part
     and the energy are float32 always: only the products are allowed to be coarse.
@@ -123,7 +125,9 @@ class ResNet(nn.Module):
 
     frequencies: Tensor
 
-    def __init__(self, event: tuple[int, ...], levels: int, width: int = 128, depth: int = 1, patch: int = 1) -> None:
+    def __init__(
+        self, event: tuple[int, ...], levels: int, width: int = 128, depth: int = 1, patch: int = 1, heads: int = 1
+    ) -> None:
         super().__init__()
         if len(event) != 3:
             raise InputError(f"an image network takes events of shape (c, h, w), got {event}")
@@ -140,6 +144,8 @@ class ResNet(nn.Module):
         self.depth, channels = depth, sizes[-1]
         self._blocks = nn.ModuleList(Block(a, b, time) for a, b in pairwise(sizes))
         self.head = nn.Linear(time, channels)
+        higher = MULTIPLIERS[len(MULTIPLIERS) - heads : -1]
+        self.higher_heads = nn.ModuleList(nn.Linear(time, multiplier * width) for multiplier in higher)
         for part in self.modules():
             if isinstance(part, nn.Conv2d | nn.Linear):
                 nn.init.kaiming_normal_(part.weight, nonlinearity="linear")
@@ -150,13 +156,18 @@ class ResNet(nn.Module):
     def blocks(self) -> list[Block]:
         return [cast(Block, block) for block in self._blocks]
 
+    @property
+    def heads(self) -> list[nn.Linear]:
+        """From high to low resolution."""
+        return [*(cast(nn.Linear, head) for head in self.higher_heads), self.head]
+
     def forward(self, x: Tensor, t: Tensor) -> Tensor:
-        return self._rest(*self._shared(x), self._levels(t))
+        return self._rest(*self._shared(x), *self._levels(t))
 
     def at(self, t: Tensor) -> Callable[[Tensor], Tensor]:
         """U(., t), with what does not see x computed once: for many steps at the same levels."""
-        level = self._levels(t)
-        return lambda x: self._rest(*self._shared(x), level)
+        shifts, heads = self._levels(t)
+        return lambda x: self._rest(*self._shared(x), shifts, heads)
 
     def of_labels(self, x: Tensor, labels: Tensor) -> Tensor:
         """U(x_i, labels_ij), shape (n, b). The stem and the first convolution do not see t and are computed once."""
@@ -165,18 +176,19 @@ class ResNet(nn.Module):
         def some(part: Tensor) -> Tensor:
             rows = part.shape[1]
             h_rows, c_rows = (v.unsqueeze(1).expand(-1, rows, -1, -1, -1).flatten(0, 1) for v in (h, c))
-            return self._rest(h_rows, c_rows, self._levels(part.flatten())).reshape(part.shape)
+            return self._rest(h_rows, c_rows, *self._levels(part.flatten())).reshape(part.shape)
 
         together = max(1, LABEL_VALUES // h.numel())
         return torch.cat([some(labels[:, i : i + together]) for i in range(0, labels.shape[1], together)], dim=1)
 
-    def _levels(self, t: Tensor) -> list[Tensor]:
-        """What depends on the level alone: the shift of every block, (n, channels, 1, 1), and the head's vector."""
+    def _levels(self, t: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """What depends on the level alone: the shift of every block, (n, channels, 1, 1), and the heads' vectors."""
         angle = torch.arange(self.levels, device=self.frequencies.device).unsqueeze(1) * self.frequencies
         wave = torch.cat([angle.sin(), angle.cos()], dim=1)
         time = F.silu(self.embed[1](F.silu(self.embed[0](wave))))  # of every level, (T + 1, 4 width)
         own = _own(t, self.levels).to(time)
-        return [*((own @ block.shift(time))[:, :, None, None] for block in self.blocks), own @ self.head(time)]
+        shifts = [(own @ block.shift(time))[:, :, None, None] for block in self.blocks]
+        return shifts, [own @ head(time) for head in self.heads]
 
     def _shared(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """What does not see the level: the stem's map and the first convolution of the first block."""
@@ -196,24 +208,32 @@ class ResNet(nn.Module):
 
         Its length is mostly the contrast of an image.
         """
-        last = self._last(*self._shared(x), self._levels(t)[:-1]).flatten(1)
-        return F.normalize(last)
+        shifts, _heads = self._levels(t)
+        return F.normalize(self._maps(*self._shared(x), shifts)[-1].flatten(1))
 
-    def _rest(self, h: Tensor, c: Tensor, level: list[Tensor]) -> Tensor:
-        *shifts, head = level
-        last = F.silu(self._last(h, c, shifts)).permute(0, 2, 3, 1)  # so that the slope has channels last too
-        pooled = last.flatten(1, 2).sum(1, dtype=head.dtype)
-        return -(pooled * head).sum(1)
+    def _rest(self, h: Tensor, c: Tensor, shifts: list[Tensor], heads: list[Tensor]) -> Tensor:
+        def summed(part: Tensor, head: Tensor) -> Tensor:
+            last = F.silu(part).permute(0, 2, 3, 1)  # so that the slope has channels last too
+            return (last.flatten(1, 2).sum(1, dtype=head.dtype) * head).sum(1)
 
-    def _last(self, h: Tensor, c: Tensor, shifts: list[Tensor]) -> Tensor:
+        maps = self._maps(h, c, shifts)[-len(heads) :]
+        u = summed(maps[0], heads[0])
+        for part, head in zip(maps[1:], heads[1:], strict=True):
+            u = u + summed(part, head)
+        return -u
+
+    def _maps(self, h: Tensor, c: Tensor, shifts: list[Tensor]) -> list[Tensor]:
+        """The last map of every resolution, from high to low."""
+        maps = []
         for i, (block, shift) in enumerate(zip(self.blocks, shifts, strict=True)):
             if i and i % self.depth == 0:
+                maps.append(h)
                 h = _halved(h)
             if i:
                 c = convolve(block.first, F.silu(h), self.arithmetic)
             c = convolve(block.second, F.silu(c + shift.to(c.dtype)), self.arithmetic)
             h = c + (h.to(c.dtype) if block.skip is None else convolve(block.skip, h, self.arithmetic))
-        return h
+        return [*maps, h]
 
 
 def _halved(h: Tensor) -> Tensor:
@@ -281,11 +301,14 @@ class LevelResNet(nn.Module):
     mean: Tensor
     reach: Tensor
 
-    def __init__(self, data: Tensor, ladder: Ladder, width: int = 128, depth: int = 1, patch: int = 1) -> None:
+    def __init__(
+        self, data: Tensor, ladder: Ladder, width: int = 128, depth: int = 1, patch: int = 1, heads: int = 1
+    ) -> None:
         super().__init__()
         self.base = DiffusedGaussian(data, ladder)
-        self.inner = ResNet(tuple(data.shape[1:]), ladder.levels, width, depth, patch)
-        nn.init.zeros_(self.inner.head.weight)
+        self.inner = ResNet(tuple(data.shape[1:]), ladder.levels, width, depth, patch, heads)
+        for head in self.inner.heads:
+            nn.init.zeros_(head.weight)
         self.constant = nn.Parameter(torch.zeros(ladder.levels))
         self.register_buffer("scale", self.base.noise.rsqrt().float())
         knots = torch.linspace(0, ladder.top, min(KNOTS, ladder.levels))

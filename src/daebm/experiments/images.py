@@ -18,7 +18,7 @@ from daebm.errors import InputError
 from daebm.experiments.base import Arrays, Column, Experiment, Summary, Trained, long_run, progress
 from daebm.experiments.image_figures import TREATMENT, Floats, compare, figures
 from daebm.images import load_images
-from daebm.model import ANNEALED_STEPS, Model
+from daebm.model import Model
 from daebm.precision import check_precision
 from daebm.samplers.adapt import StepSizes
 from daebm.samplers.langevin import KERNELS
@@ -28,7 +28,8 @@ HELD_OUT = 5000  # the last so many training images; the test split is for final
 STORE_CHAINS = 1000  # at most so many of the store are moved on; bounds memory
 OWN_TRANSITIONS = 250  # in which a chain has not forgotten the image that it began from
 SNAPSHOTS = 20  # of the moving chains, over the second half of their way
-FRESH = 1000  # chains from noise, at least, that are looked at on their way down
+FRESH = 1000  # chains from noise, at least, that are looked at on their way down,
+FRESH_STEPS = 80  # with so many steps a level: with 20 their energies lag behind by a quarter of an sd
 PER_LEVEL = 1000  # diffused held-out images whose energy stands for a level's
 ROWS = 500  # images per network evaluation; bounds memory
 CHECKED = 8000  # draws on which precisions are compared
@@ -68,7 +69,8 @@ PAPER: dict[str, Any] = (
 OURS: dict[str, Any] = (
     GPU
     | BOOKS
-    | {"network": "level-resnet", "width": 128, "patch": 2, "hidden": 1, "precision": "drafted"}
+    | {"network": "level-resnet", "width": 128, "patch": 2, "hidden": 1, "heads": 4}
+    | {"precision": "drafted"}
     | {"ladder": "overlap", "overlap": 0.4, "floor": 0.1417, "last_variance": 0.99}
     | {"batch": 200, "store": 600, "start": "data", "steps": 6, "bursts": 2, "label_move": "carry", "block": 4}
     | {"denoise": 4000, "denoise_rate": 2e-3, "relate": 1200, "relate_rate": 1e-4}
@@ -252,7 +254,7 @@ def level_measures(trained: Trained, walked: Walk) -> Summary:
 
 
 def descent(trained: Trained) -> tuple[sampling.Drawn, Summary]:
-    """Chains from noise, annealed with `ANNEALED_STEPS` a level, and how each level leaves them.
+    """Chains from noise, annealed with `FRESH_STEPS` a level, and how each level leaves them.
 
     Neither training's chains nor its images have a part in them, and every level sees them all: so many independent
     images know means and variances better than the chains that training left at a level. They lag behind it a little,
@@ -268,7 +270,7 @@ def descent(trained: Trained) -> tuple[sampling.Drawn, Summary]:
 
         noise = sampling.from_noise(model.sampler(), model.event, max(FRESH, config.post_chains), trained.generator)
         carry = config.label_move == "carry"
-        start = sampling.annealed(model.sampler(), noise, ANNEALED_STEPS, trained.generator, carry, observe)
+        start = sampling.annealed(model.sampler(), noise, FRESH_STEPS, trained.generator, carry, observe)
     found = {f"from_noise_{key}": values for key, values in _by_level(rows[::-1]).items()}
     return start, _with_ranges(found)
 
