@@ -18,9 +18,7 @@ LEVELS = 5
 EVENTS = [(1, 8, 8), (1, 9, 11), (1, 28, 28), (3, 9, 11), (3, 16, 5)]
 
 
-def small(
-    event: tuple[int, ...] = (1, 8, 8), depth: int = 1, width: int = 4, patch: int = 1, heads: int = 1
-) -> ResNet:
+def small(event: tuple[int, ...] = (1, 8, 8), depth: int = 1, width: int = 4, patch: int = 1, heads: int = 1) -> ResNet:
     """A network in float64 with biases that are not zero, so that a forgotten one shows, and weights of 11 bits."""
     torch.manual_seed(0)
     network = ResNet(event, LEVELS, width, depth, patch, heads).double()

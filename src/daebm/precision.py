@@ -51,8 +51,7 @@ class PrecisionReport(NamedTuple):
     @property
     def passes(self) -> bool:
         return self.worst <= LIMIT and (
-            self.kept is None
-            or (float(self.kept.mean()) >= LEAST_KEPT and float(self.kept.min()) >= LEAST_KEPT_THERE)
+            self.kept is None or (float(self.kept.mean()) >= LEAST_KEPT and float(self.kept.min()) >= LEAST_KEPT_THERE)
         )
 
     @property
