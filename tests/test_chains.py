@@ -43,7 +43,7 @@ def test_draw_is_uniform() -> None:
 def test_put_writes_the_slots_that_were_drawn_and_no_others() -> None:
     chains = numbered(10)
     slots = torch.tensor([7, 2, 9])
-    chains.put(slots, torch.tensor([[70.0], [20.0], [90.0]]).double(), torch.tensor([3, 1, 2]))
+    chains.put(slots, torch.tensor([[70.0], [20.0], [90.0]]).double(), torch.tensor([3, 1, 2]), torch.zeros(3))
     assert chains.x.squeeze(1).tolist() == [0, 1, 20, 3, 4, 5, 6, 70, 8, 90]
     assert chains.t.tolist() == [0, 0, 1, 0, 0, 0, 0, 3, 0, 2]
 
@@ -54,7 +54,7 @@ def test_founding_chains_persist() -> None:
     for _ in range(1_000):
         slots = chains.draw(10, generator)
         x, t = chains.x[slots], chains.t[slots]
-        chains.put(slots, x + 100, t)  # x mod 100 is the founder, x div 100 the number of moves
+        chains.put(slots, x + 100, t, torch.ones(10))  # x mod 100 is the founder, x div 100 the number of moves
     assert (chains.x.squeeze(1) % 100).tolist() == list(range(100))
     assert int((chains.x.squeeze(1) // 100).sum()) == 10_000
 
@@ -113,7 +113,7 @@ def test_round_trips_by_hand(path: list[int], trips: int) -> None:
     for label in path[1:]:
         t = torch.tensor([label])
         chains.count_trips(torch.tensor([0]), t, top=3)
-        chains.put(torch.tensor([0]), torch.zeros(1, 1), t)
+        chains.put(torch.tensor([0]), torch.zeros(1, 1), t, torch.ones(1))
     assert chains.trips.tolist() == [trips]
 
 
@@ -129,3 +129,21 @@ def test_one_level_has_no_round_trips() -> None:
     for _ in range(3):
         chains.count_trips(torch.tensor([0, 1]), torch.zeros(2, dtype=torch.long), top=0)
     assert chains.trips.tolist() == [0, 0]
+
+
+def test_a_chain_is_stuck_where_others_move() -> None:
+    """One whose steps are refused is known after a while of its own; where all steps are too long nobody is stuck."""
+    chains, generator = numbered(100), seeded(5)
+    for moves in range(200):
+        slots = chains.draw(50, generator)
+        chains.put(slots, chains.x[slots], chains.t[slots], torch.where(slots == 7, 0.01, 0.66))
+        assert moves > 40 or not bool(chains.stuck().any())
+    assert chains.stuck().nonzero().flatten().tolist() == [7]
+    chains.trips[7], chains.stage[7] = 3, 2
+    chains.replace(torch.tensor([7]), torch.tensor([[-5.0]]).double())
+    assert float(chains.x[7]) == -5 and not bool(chains.stuck().any())
+    assert (int(chains.trips[7]), int(chains.stage[7])) == (3, 1)  # at level 0, where a round trip may begin
+    for _ in range(400):  # planted: steps that suit no chain
+        slots = chains.draw(50, generator)
+        chains.put(slots, chains.x[slots], chains.t[slots], torch.full((50,), 0.01))
+    assert not bool(chains.stuck().any())

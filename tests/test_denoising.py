@@ -11,7 +11,7 @@ from daebm import Config, Dataset, Ladder, denoising, engine, levels, resnet
 from daebm.denoising import chainless_loss, denoising_loss, draw_labelled, draw_noisy, label_loss, ordering_loss
 from daebm.errors import InputError
 from daebm.ladder import per_chain
-from daebm.levels import balance_levels, deserted, settle
+from daebm.levels import balance_levels, deserted, replace_stuck, settle
 from daebm.resnet import LevelResNet
 from daebm.samplers.mgms import Energy, blocks
 from daebm.spacing import level_balance, neighbour_acceptance
@@ -358,6 +358,21 @@ def test_a_crowded_level_is_raised() -> None:
     shares, nats = counts / 600 - 1, sum(nats for _part, nats in levels.HISTOGRAM)
     for change in constants:
         torch.testing.assert_close(change, 0.5 * nats * (shares - shares[0]), rtol=1e-4, atol=1e-4)
+
+
+def test_stuck_chains_begin_anew_at_their_levels() -> None:
+    """As diffused data of the level that they had; the others are left alone."""
+    it = setup()
+    chains, before = it.state.chains, it.state.chains.x.clone()
+    replace_stuck(it)
+    assert it.state.replaced == 0 and torch.equal(chains.x, before)
+    stuck = torch.tensor([3, 8])
+    chains.x[stuck], chains.ease[stuck], t = 1e6, 1e-3, chains.t.clone()
+    replace_stuck(it)
+    changed = (chains.x != before).flatten(1).any(1).nonzero().flatten()
+    assert it.state.replaced == 2 and torch.equal(changed, stuck) and torch.equal(chains.t, t)
+    assert float(chains.x.abs().max()) < 10  # sds
+    advance(it)  # the rest of the state goes on
 
 
 def test_deserted_levels_are_said() -> None:

@@ -10,23 +10,27 @@ from torch import Tensor
 from daebm.errors import InputError
 from daebm.ladder import Ladder
 
+EASE = 0.05  # weight of the last move in a chain's mean acceptance
+STUCK = 0.05  # of the mean acceptance of all chains; a chain that moves as others do is never there for twenty moves
+
 
 @dataclass(eq=False)
 class Chains:
     """Positions x (n, ...), levels t (n,), and per chain its label round trips 0 -> T -> 0.
 
     ``stage`` says how far the current round trip has come: 0 before the first visit to level 0, 1 after it, 2 after
-    level T was reached from there.
+    level T was reached from there. ``ease`` is the mean acceptance of a chain's steps over its last twenty moves or so.
     """
 
     x: Tensor
     t: Tensor
     stage: Tensor
     trips: Tensor
+    ease: Tensor
 
     @classmethod
     def start(cls, x: Tensor, t: Tensor) -> Chains:
-        return cls(x, t, (t == 0).long(), torch.zeros_like(t))
+        return cls(x, t, (t == 0).long(), torch.zeros_like(t), torch.ones(len(t), device=t.device))
 
     @classmethod
     def from_data(cls, size: int, data: Tensor, ladder: Ladder, generator: torch.Generator) -> Chains:
@@ -50,9 +54,21 @@ class Chains:
             raise InputError(f"cannot draw {count} different chains from a store of {len(self)}")
         return torch.randperm(len(self), generator=generator, device=self.t.device)[:count]
 
-    def put(self, slots: Tensor, x: Tensor, t: Tensor) -> None:
+    def put(self, slots: Tensor, x: Tensor, t: Tensor, accepted: Tensor) -> None:
+        """New values, and the mean acceptance (n,) of the steps that led there."""
         self.x[slots] = x
         self.t[slots] = t
+        self.ease[slots] += EASE * (accepted.to(self.ease) - self.ease[slots])
+
+    def stuck(self) -> Tensor:
+        """Those whose steps are hardly ever accepted where those of the others are, (n,)."""
+        return self.ease < STUCK * self.ease.mean()
+
+    def replace(self, slots: Tensor, x: Tensor) -> None:
+        """Chains that begin anew at their levels, round trips included."""
+        self.x[slots] = x
+        self.stage[slots] = (self.t[slots] == 0).long()
+        self.ease[slots] = self.ease.mean()
 
     def count_trips(self, slots: Tensor, t: Tensor, top: int) -> None:
         """Follow the labels ``t`` that the chains in ``slots`` have just moved to."""

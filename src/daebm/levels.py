@@ -48,6 +48,20 @@ def balance_levels(setup: Setup, x: Tensor, t: Tensor, share: float = 1.0) -> No
             constant += share * nats * (excess - excess[0])
 
 
+def replace_stuck(setup: Setup) -> None:
+    """Begin chains anew, as diffused data of their levels, where steps have long been refused; counted in the state.
+
+    An energy that bends sharply somewhere holds whatever chain got in: all steps are too long there. It says nothing of
+    the model elsewhere, but goes on being drawn apart from the data, and its level is given its mass.
+    """
+    state, ladder, generator = setup.state, setup.ladder, setup.state.generator
+    slots = state.chains.stuck().nonzero().squeeze(1)
+    if len(slots):
+        rows = torch.randint(len(setup.data), slots.shape, generator=generator, device=slots.device)
+        state.chains.replace(slots, ladder.diffuse(setup.points(rows), state.chains.t[slots], generator))
+        state.replaced += len(slots)
+
+
 def deserted(t: Tensor, levels: int) -> list[str]:
     """A sentence if there is no chain around some levels, where by their number there should be twenty.
 

@@ -151,5 +151,6 @@ def draw_negatives(
         )
         bursts.append(plain_info(t, info))
     if slots is not None:
-        chains.put(slots, x, t)
+        accepted = torch.stack([burst.steps.accept_prob * burst.kept for burst in bursts]).mean(0)
+        chains.put(slots, x, t, accepted)
     return Negatives(x, t, bursts)

@@ -20,7 +20,7 @@ from daebm.errors import InputError
 PART = "portable"  # files portable-0.safetensors, portable-1.safetensors, ...
 TOTAL, FILE = 36 << 20, 15 << 20  # bytes
 MARGIN = 1 << 16  # per file, for names and facts
-_CHAINS = ("x", "t", "stage", "trips")
+_CHAINS = ("x", "t", "stage", "trips", "ease")
 
 
 def exists(folder: Path) -> bool:

@@ -208,6 +208,7 @@ def _training_facts(config: Config, state: Any) -> Summary:
         "rollbacks": state.rollbacks,
         "learning_rate_scale": state.rate_scale,
         "nonfinite_proposals": int(state.nonfinite),
+        "stuck_chains_replaced": state.replaced,
         "precision": state.precision,
         "step_sizes": state.steps.sigma.tolist(),
     }

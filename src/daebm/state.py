@@ -40,6 +40,7 @@ class TrainingState:
     iteration: int
     rate_scale: float  # lowered at each roll-back
     rollbacks: int
+    replaced: int  # chains that were stuck and began anew
     nonfinite: Tensor  # proposals and label energies refused so far; on the device, where it is counted
     precision: str  # the one that passed the last check: a resumed run goes on in it
     seconds: float  # spent in training, over all sessions; reported, never read by a schedule
@@ -113,6 +114,7 @@ def start(config: Config, data: Tensor, ladder: Ladder, network: nn.Module | Non
         iteration=0,
         rate_scale=1.0,
         rollbacks=0,
+        replaced=0,
         nonfinite=torch.zeros((), dtype=torch.long, device=device),
         precision=config.precision,
         seconds=0.0,
@@ -200,6 +202,11 @@ class Saved:
                     f"{self.folder} was begun with other settings ({difference}): "
                     "resume with the same ones or choose another --out"
                 )
+            if not set(_FACTS) <= set(facts):
+                raise CheckpointError(
+                    f"the checkpoint in {self.folder} was written by another version of daebm: go on with that one, or "
+                    "begin again with --overwrite"
+                )
             if facts["data"] != self.data_facts:
                 raise CheckpointError(
                     f"{self.folder} was begun on other data ({facts['data'].get('rows')} rows of shape "
@@ -216,7 +223,7 @@ def _pack(state: TrainingState) -> tuple[dict[str, Tensor], dict[str, Any]]:
     tensors |= {f"average.{k}": v for k, v in state.average.items()}
     for index, entries in state.optimiser.state_dict()["state"].items():
         tensors |= {f"optimiser.{index}.{k}": torch.as_tensor(v) for k, v in entries.items()}
-    for name in ("x", "t", "stage", "trips"):
+    for name in ("x", "t", "stage", "trips", "ease"):
         tensors[f"chains.{name}"] = getattr(state.chains, name)
     for name in ("sigma", "total", "count"):
         tensors[f"steps.{name}"] = getattr(state.steps, name)
@@ -245,7 +252,7 @@ def _unpack(state: TrainingState, tensors: dict[str, Tensor], facts: dict[str, A
         setattr(state, name, facts[name])
 
 
-_FACTS = ("cursor", "iteration", "rate_scale", "rollbacks", "precision", "seconds")
+_FACTS = ("cursor", "iteration", "rate_scale", "rollbacks", "replaced", "precision", "seconds")
 
 
 def _part(tensors: dict[str, Tensor], prefix: str, device: torch.device | None = None) -> dict[str, Tensor]:

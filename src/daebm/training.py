@@ -21,7 +21,7 @@ from daebm.engine import Engine
 from daebm.errors import DivergenceError, InputError
 from daebm.guard import GAP, MEASURES, MetricsLog, bad_weights, trouble
 from daebm.ladder import Ladder
-from daebm.levels import balance_levels, deserted, settle
+from daebm.levels import balance_levels, deserted, replace_stuck, settle
 from daebm.methods import draw_negatives, method
 from daebm.precision import settle_precision
 from daebm.samplers.langevin import KERNELS
@@ -136,7 +136,7 @@ def train(
 
         if problem is not None:
             failed, rollbacks, seconds = state.iteration, state.rollbacks, state.seconds
-            nonfinite = state.nonfinite.clone()
+            nonfinite, replaced = state.nonfinite.clone(), state.replaced
             event: dict[str, Any] = {
                 "iteration": failed,
                 "reason": problem,
@@ -156,6 +156,7 @@ def train(
             setup.engine.use(state.precision)
             state.rollbacks, state.seconds = rollbacks + 1, seconds
             state.nonfinite.copy_(nonfinite)  # what led here stays counted
+            state.replaced = replaced
             state.rate_scale *= ROLLBACK_RATE_FACTOR
             if state.iteration >= config.learned:  # no rate is left to lower: the same noise would end in the same way
                 state.generator.manual_seed(config.seed + ROLLBACK_SEED * state.rollbacks)
@@ -272,6 +273,7 @@ def step(setup: Setup) -> Tensor:
         if config.level_rate:
             finishing = max(0, state.iteration - config.learned)  # weights stay: ever smaller corrections find the rest
             share = config.level_rate / (1 + finishing / FINISHING)
+            replace_stuck(setup)
             balance_levels(setup, state.chains.x, state.chains.t, share)
     return torch.stack([loss, gap, grad_norm, acceptance])
 
@@ -305,6 +307,7 @@ def _metrics(config: Config, state: TrainingState, measures: list[float]) -> dic
         **dict(zip(MEASURES, measures, strict=True)),
         "learning_rate": learning_rate(config, state.iteration - 1) * state.rate_scale,
         "nonfinite": int(state.nonfinite),
+        "replaced": state.replaced,
         "seconds": round(state.seconds, 3),
     }
 
