@@ -31,8 +31,7 @@ class GroupResNet(ResNet):
         h, _c = super()._shared(x)
         return h, self.blocks[0].first(F.silu(F.group_norm(h, GROUPS)))
 
-    def _rest(self, h: Tensor, c: Tensor, level: list[Tensor]) -> Tensor:
-        *shifts, head = level
+    def _rest(self, h: Tensor, c: Tensor, shifts: list[Tensor], heads: list[Tensor]) -> Tensor:
         for i, (block, shift) in enumerate(zip(self.blocks, shifts, strict=True)):
             if i and i % self.depth == 0:
                 h = F.avg_pool2d(h, 2)
@@ -40,7 +39,7 @@ class GroupResNet(ResNet):
                 c = block.first(F.silu(F.group_norm(h, GROUPS)))
             c = block.second(F.silu(F.group_norm(c, GROUPS) + shift))
             h = c + (h if block.skip is None else block.skip(h))
-        u: Tensor = -(F.silu(F.group_norm(h, GROUPS)).flatten(2).sum(2) * head).sum(1)
+        u: Tensor = -(F.silu(F.group_norm(h, GROUPS)).flatten(2).sum(2) * heads[0]).sum(1)
         return u
 
 

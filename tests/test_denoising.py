@@ -375,6 +375,20 @@ def test_stuck_chains_begin_anew_at_their_levels() -> None:
     advance(it)  # the rest of the state goes on
 
 
+def test_a_chain_whose_steps_are_all_refused_begins_anew_in_training() -> None:
+    """Where there is no energy no step is accepted. That is known after some sixty moves; four chains in five move."""
+    it = setup(denoise=0, iterations=200, level_rate=0.3, adapt_every=10, step_size=1.2)
+    chains = it.state.chains
+    chains.x[3] = torch.nan
+    for _ in range(60):
+        step(it)
+    assert it.state.replaced == 0 and bool(chains.slow()[3]) and int(chains.slow().sum()) == 1
+    for _ in range(60):
+        step(it)
+    assert it.state.replaced == 1 and bool(torch.isfinite(chains.x).all())
+    assert float(chains.ease.min()) > 0.4 and float(chains.ease.max()) < 0.95  # as often as steps are accepted
+
+
 def test_deserted_levels_are_said() -> None:
     """400 chains on 68 levels: 13 levels around one should have 76, and 7 at an end 41. Chance leaves none empty."""
     everywhere = torch.arange(400) * 68 // 400

@@ -134,6 +134,7 @@ def test_captured_gradients_are_the_eager_ones() -> None:
     data = Dataset.standardised("noise", torch.randint(256, (200, 1, 16, 16)).byte(), torch.zeros(1, 1, 16, 16).byte())
     values = {
         "network": "level-resnet",
+        "heads": 4,
         "width": 16,
         "hidden": 1,
         "floor": 0.2,
@@ -172,7 +173,7 @@ def test_nothing_waits_for_the_device_within_an_iteration() -> None:
     """Of any part; where levels are balanced, once in ``adapt_every`` iterations, it may."""
     data = Dataset.standardised("noise", torch.randint(256, (200, 1, 16, 16)).byte(), torch.zeros(1, 1, 16, 16).byte())
     config = Config(
-        **{"network": "level-resnet", "width": 16, "hidden": 1, "floor": 0.2, "top": 11, "device": "cuda"},
+        **{"network": "level-resnet", "width": 16, "heads": 2, "hidden": 1, "floor": 0.2, "top": 11, "device": "cuda"},
         **{"compile": True, "denoise": 4, "relate": 4, "iterations": 40, "batch": 32, "store": 64, "average": 0.9},
         **{"label_move": "carry", "block": 4, "level_rate": 0.3, "gain_rate": 1e-3, "adapt_every": 10, "trust": 0.1},
     )
@@ -195,7 +196,7 @@ def test_a_resumed_run_continues_bit_for_bit(precision: str, tmp_path: Path) -> 
     images = torch.randint(256, (200, 1, 16, 16), generator=torch.Generator().manual_seed(1)).byte()
     data = Dataset.standardised("noise", images, images[:8])
     config = Config(
-        **{"network": "level-resnet", "width": 16, "hidden": 1, "floor": 0.2, "top": 11, "device": "cuda"},
+        **{"network": "level-resnet", "width": 16, "heads": 2, "hidden": 1, "floor": 0.2, "top": 11, "device": "cuda"},
         **{
             "compile": True,
             "precision": precision,

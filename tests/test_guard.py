@@ -203,11 +203,12 @@ def test_once_weights_stay_a_roll_back_goes_on_with_other_noise(monkeypatch: pyt
 def test_refusals_before_a_roll_back_stay_counted(monkeypatch: pytest.MonkeyPatch):
     def refusing(state: TrainingState, take: Take) -> Tensor:
         state.nonfinite += 777
+        state.replaced += 3
         return nan_weights(state, take)
 
     inject(monkeypatch, refusing, when=14)
     state, _ladder = train(small(), dataset())
-    assert state.rollbacks == 1 and int(state.nonfinite) >= 777
+    assert state.rollbacks == 1 and int(state.nonfinite) >= 777 and state.replaced == 3
 
 
 def test_corrupt_chains_are_rolled_back(monkeypatch: pytest.MonkeyPatch):

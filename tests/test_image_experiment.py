@@ -111,7 +111,7 @@ def test_quick_run_gives_folder_report_and_summary(
     name: str, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(images, "STORE_CHAINS", 60)  # moved on from held-out images; both for the time it takes
-    monkeypatch.setattr(images, "FRESH", 20)
+    monkeypatch.setattr(images, "FRESH", 1)
     monkeypatch.setattr(levels, "SETTLE_ROUNDS", 2)
     it = EXPERIMENTS[name]
     run(resolve(name, it.presets, method, "quick"), tmp_path / "run")
@@ -170,7 +170,11 @@ def test_measures_of_an_exact_model_are_the_truth() -> None:
     assert summary["steps_at_bound"] == 0
     assert summary["samples_from_noise"] == len(arrays["samples"]) > 0
     assert torch.equal(trained.chains.x, before)  # looking moves nothing
-    images.figures(summary | {"step_sizes": trained.model.sigma.tolist()}, arrays)
+    figures = images.figures(summary | {"step_sizes": trained.model.sigma.tolist()}, arrays)
+    barred = {axis.get_title(): any(lines.has_yerr for lines in axis.containers) for axis in figures["levels"].axes[:7]}
+    assert [title for title, has in barred.items() if has] == [
+        t for t in barred if "held-out" in t
+    ]  # whose error is known
 
 
 def test_measures_see_a_wrong_model() -> None:
@@ -192,6 +196,21 @@ def test_measures_see_a_wrong_model() -> None:
     own = images.own_image_gap(trained)  # from the images; steps relax most of it within 30 transitions
     known = ~np.isnan(own["own_image_gap_by_level"])
     assert known.sum() > ladder.levels / 2 and min(np.array(own["own_image_gap_by_level"])[known]) > 16
+
+
+def test_chains_from_noise_are_measured_at_their_own_levels() -> None:
+    """A model that is wrong at its lower half alone."""
+
+    def narrow(network: LevelResNet) -> None:
+        network.base.precision[: len(network.constant) // 2] *= math.sqrt(2)
+
+    trained = gaussian(narrow)
+    half = trained.model.ladder.levels // 2
+    end, fresh = images.descent(trained)
+    ratio = fresh["from_noise_variance_ratio_by_level"]
+    assert max(ratio[:half]) < 0.7 and min(ratio[half:]) > 0.85
+    assert len(end.x) == len(end.t) == images.FRESH * trained.config.post_chains
+    assert end.gradients == len(end.x) * trained.model.ladder.levels * (images.FRESH_STEPS + 1)
 
 
 def test_no_sample_at_level_0_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

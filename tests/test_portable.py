@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from daebm import Config, Dataset, InputError, load, portable, runs
+from daebm import CheckpointError, Config, Dataset, InputError, checkpoint, load, portable, runs
 from daebm.state import CHECKPOINT, read_state
 from daebm.training import train
 
@@ -105,7 +105,23 @@ def test_it_fits(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_paper_s_network_fits() -> None:
     """4.76 M weights: 4 bytes of weights, 2 of averages and 1 of moments each leave room for thousands of chains."""
     room = portable.TOTAL - 3 * portable.MARGIN - 7 * 4_756_864 - 4 * 60_000
-    assert room // (2 * 784 + 24) > 2000
+    assert room // (2 * 784 + 28) > 2000
+
+
+@pytest.mark.parametrize("missing", ["replaced", "chains.ease"])
+def test_a_run_of_another_version(run: Path, tmp_path: Path, missing: str) -> None:
+    """Neither packed nor gone on with, and left as it is; the model that it has come to can be had."""
+    tensors, facts = read_state(run)
+    tensors.pop(missing, None)
+    facts.pop(missing, None)
+    facts.pop("format")
+    checkpoint.write(run / CHECKPOINT, "state", tensors, facts)
+    with pytest.raises(CheckpointError, match="another version of daebm"):
+        runs.pack(run, tmp_path / "small")
+    assert not (tmp_path / "small").exists()
+    with pytest.raises(CheckpointError, match="another version of daebm"):
+        train(CONFIG, DATA, run, resume=True)
+    assert load(run).energy(DATA.held_out).shape == (10,)
 
 
 @pytest.mark.parametrize("problem", ["no run", "full folder"])

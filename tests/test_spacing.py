@@ -140,6 +140,8 @@ def test_a_single_chain_does_not_shut_off_a_level() -> None:
     rest = slice(3, None)
     single = level_balance(energy, torch.cat([index[:1], index[rest]]), torch.cat([t[:1], t[rest]]), 1)[0]
     assert float(single) == pytest.approx(0, abs=1e-9)
+    few = slice(3, 6)  # three others know an edge no better than a single one does
+    assert float(level_balance(energy, torch.cat([index[:1], index[few]]), torch.cat([t[:1], t[few]]), 1)[0]) < -20
     stuck = torch.zeros(2, 1)
     assert float(level_balance(energy, torch.cat([stuck, index[rest]]), torch.cat([t[:2], t[rest]]), 1)[0]) < -20
     mixed = level_balance(energy, index, t, 1)[0]

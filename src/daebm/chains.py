@@ -11,7 +11,9 @@ from daebm.errors import InputError
 from daebm.ladder import Ladder
 
 EASE = 0.05  # weight of the last move in a chain's mean acceptance
-STUCK = 0.05  # of the mean acceptance of all chains; a chain that moves as others do is never there for twenty moves
+# Of the mean acceptance of all chains. Those that move as others do are never there; one whose steps are all refused is
+# slow after some fourteen moves, and stuck after some sixty.
+SLOW, STUCK = 0.5, 0.05
 
 
 @dataclass(eq=False)
@@ -59,6 +61,10 @@ class Chains:
         self.x[slots] = x
         self.t[slots] = t
         self.ease[slots] += EASE * (accepted.to(self.ease) - self.ease[slots])
+
+    def slow(self) -> Tensor:
+        """Those whose steps are accepted less than half as often as those of all, (n,)."""
+        return self.ease < SLOW * self.ease.mean()
 
     def stuck(self) -> Tensor:
         """Those whose steps are hardly ever accepted where those of the others are, (n,)."""

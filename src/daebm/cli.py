@@ -206,7 +206,12 @@ class Ood:
         sets, (train, _labels) = detection.sets_of_images(inside, self.images), load_images(inside, "train")
         saved, wanted = detection.saved_laws(model_folder(self.model)), needed(self.scores, model.network)
         laws = {kind: saved.get(kind) or detection.fit_law(kind, model, train) for kind in wanted}
-        scores = {name: score for name, score in detection.model_scores(model, laws).items() if name in self.scores}
+        had = detection.model_scores(model, laws)
+        if missing := [name for name in self.scores if name not in had]:
+            raise InputError(
+                f"network {model.config.network!r} of {self.model} has no {missing[0]}: leave it out of --scores"
+            )
+        scores = {name: score for name, score in had.items() if name in self.scores}
         found = detection.detect(scores | detection.baseline_scores(train), sets)
         lines, differences = detection.lines(found), detection.differences(found, scores)
         paired = [

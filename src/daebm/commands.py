@@ -50,7 +50,7 @@ class Fit:
     budget: str = "medium"
     """small, medium or large: how long to train."""
     score_by: str = "energy"
-    """energy (the log density) or profile (energies and slopes at all noise levels)."""
+    """energy (the log density) or profile (energies and slopes at many noise levels)."""
     floor: float | None = None
     """Noise that is added to the data at the lowest level, in sds; chosen from the data when not given."""
     columns: Columns = field(default_factory=list)

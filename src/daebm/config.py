@@ -14,7 +14,6 @@ from daebm.methods import METHODS, method
 from daebm.samplers.langevin import KERNELS
 
 NETWORKS = ("level-mlp", "level-resnet", "relu-mlp", "gated-mlp", "relu-basis", "resnet")
-RESOLUTIONS = 4  # of a residual network
 PRECISIONS = ("fp32", "tf32x2", "drafted", "tf32", "fp16", "bf16")
 
 
@@ -118,6 +117,7 @@ class Config:
             "width",
             "hidden",
             "patch",
+            "heads",
             "checkpoint_every",
         ):
             _require(self, name, getattr(self, name) >= 1, "at least 1")
@@ -147,7 +147,6 @@ class Config:
         for name in ("average", "beta1"):
             _require(self, name, 0 <= getattr(self, name) < 1, "in [0, 1)")
         _require(self, "level_rate", self.level_rate <= 1, "at most 1")
-        _require(self, "heads", 1 <= self.heads <= RESOLUTIONS, f"between 1 and {RESOLUTIONS}")
         if self.level_rate and not self.adapt_every:
             raise InputError("level_rate balances the levels whenever step sizes adapt: adapt_every must not be 0")
         if (self.label_move == "carry" or self.relate) and not (row.name == "da" and self.network.startswith("level-")):

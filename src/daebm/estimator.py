@@ -63,11 +63,11 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
         What `score_samples` returns: the log density at the data's level, or how normal it is by training rows what the
         network says of a row. ``profile``: the energies and the logarithms of their slopes at many noise levels, by
         minus the squared Mahalanobis distance (Ledoit-Wolf); of images the slopes are taken place by place, by a
-        mixture of Gaussians. ``features``: the map that the energy is a sum of, by such a mixture (residual networks
-        only, whose ``profile`` has the score of the features added). Scores of a mixture are twice log densities, up
-        to a constant. Constant columns with another value take
-        off twice the nats then. (Not called ``score``: an attribute of that name would hide the method `score`, which
-        `GridSearchCV` needs, and scikit-learn demands that attribute and parameter share their name.)
+        mixture of Gaussians. ``features``: the last map that the energy is a sum of, by such a mixture (residual
+        networks only, whose ``profile`` has the score of the features added). Scores of a mixture are twice log
+        densities, up to a constant. Constant columns with another value take off twice the nats then. (Not called
+        ``score``: an attribute of that name would hide the method `score`, which `GridSearchCV` needs, and scikit-learn
+        demands that attribute and parameter share their name.)
     fpr : float
         False-alarm rate of `predict`: the share of normal rows that are flagged. It needs 1 / fpr - 1 rows for
         calibration, which `fit` keeps apart; with fewer, `fit` warns and `predict` refuses. Both this and ``score_by``
@@ -227,7 +227,10 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
     def kind(self) -> str:
         """``score_by``, if this model has it."""
         if _kind(self.score_by) not in self.calibration_:
-            raise InputError(f"this model has the scores {', '.join(self.calibration_)}, and no {self.score_by}")
+            known = ", ".join(self.calibration_)
+            raise InputError(
+                f"this model has the scores {known}, and no {self.score_by}: take one of them, or fit it again"
+            )
         return self.score_by
 
     @property

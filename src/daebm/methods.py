@@ -8,6 +8,8 @@
 | hybrid     | where they were left, or N(0, I)       | U(x)                        | langevin           |
 | drl        | the partner one level up               | U(x, t) given that partner  | langevin           |
 | da         | where they were left                   | U(x, t) and t, by MGMS      | mala               |
+
+With ``level_rate`` chains of `da` that are stuck begin anew as diffused data, counted (`levels.replace_stuck`).
 """
 
 from __future__ import annotations
@@ -70,11 +72,15 @@ Transition = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Transition
 
 
 class Negatives(NamedTuple):
-    """The chains' side of the gradient: points and their levels, and per burst (levels, acceptance, refusals)."""
+    """The chains' side of the gradient: points and their levels, and per burst (levels, acceptance, refusals).
+
+    ``slow`` are those of a store that hardly moved before (`Chains.slow`).
+    """
 
     x: Tensor
     t: Tensor
     bursts: list[TransitionInfo]
+    slow: Tensor | None = None
 
 
 def conditional(energy: Energy, ladder: Ladder, t: Tensor, partner: Tensor) -> PlainEnergy:
@@ -126,10 +132,10 @@ def draw_negatives(
         x, info = langevin.run(kernel, target, start, step, config.steps, generator, compile=config.compile)
         return Negatives(x, t_data, [plain_info(t_data, info)])
     if row.start == "data":
-        slots, x, t = None, x_data, t_data
+        slots, slow, x, t = None, None, x_data, t_data
     else:
         slots = chains.draw(n, generator)
-        x, t = chains.x[slots], chains.t[slots]
+        slow, x, t = chains.slow()[slots], chains.x[slots], chains.t[slots]
         if config.restart_probability > 0:
             fresh = torch.rand(n, generator=generator, device=x.device) < config.restart_probability
             noise = torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device)
@@ -153,4 +159,4 @@ def draw_negatives(
     if slots is not None:
         accepted = torch.stack([burst.steps.accept_prob * burst.kept for burst in bursts]).mean(0)
         chains.put(slots, x, t, accepted)
-    return Negatives(x, t, bursts)
+    return Negatives(x, t, bursts, slow)

@@ -92,7 +92,7 @@ class Model:
         """What the network says of x (n, ...) besides its energy, (n, p).
 
         ``slopes``: [U(x, t), log |grad U(x, t)|] level by level, for images place by place. ``features``: the last
-        map of a residual network at level 0, from which the energy is summed up, as a direction.
+        map of a residual network at level 0 that its energy is summed up from, as a direction.
         """
         if name not in profile.kinds(self.network):
             raise InputError(f"network {self.config.network!r} says no {name!r}: slopes, and features of a resnet")

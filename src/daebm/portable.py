@@ -20,7 +20,6 @@ from daebm.errors import InputError
 PART = "portable"  # files portable-0.safetensors, portable-1.safetensors, ...
 TOTAL, FILE = 36 << 20, 15 << 20  # bytes
 MARGIN = 1 << 16  # per file, for names and facts
-_CHAINS = ("x", "t", "stage", "trips", "ease")
 
 
 def exists(folder: Path) -> bool:
@@ -42,16 +41,16 @@ def write(folder: Path, tensors: dict[str, Tensor], facts: dict[str, Any]) -> st
             small[key] = value.int() if key == "order" else value
     files = -(-TOTAL // FILE)
     room = TOTAL - files * MARGIN - sum(_bytes(value) for value in small.values())
-    chains = {name: tensors[f"chains.{name}"] for name in _CHAINS}
-    chains["x"] = chains["x"].half()
-    stored = len(chains["t"])
+    chains = {key: value for key, value in tensors.items() if key.startswith("chains.")}
+    chains["chains.x"] = chains["chains.x"].half()
+    stored = len(chains["chains.t"])
     kept = min(stored, room // sum(_bytes(value[:1]) for value in chains.values()))
     if kept < facts["config"]["batch"]:
         raise InputError(
             f"a portable checkpoint holds {TOTAL >> 20} MiB, which leaves no room for a batch of chains beside this "
             "network's weights: copy the run folder instead"
         )
-    small |= {f"chains.{name}": value[:kept].clone() for name, value in chains.items()}
+    small |= {key: value[:kept].clone() for key, value in chains.items()}
     said = f"large averages and chains in half precision, second moments in 8 bits, {kept} of {stored} chains kept"
     parts: list[dict[str, Tensor]] = [{}]
     for key, value in small.items():

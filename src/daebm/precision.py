@@ -35,7 +35,8 @@ LABELS = 8  # labels whose probabilities are compared, around the chain's own
 class PrecisionReport(NamedTuple):
     """Mean absolute change of the acceptance probability and total variation of the label draw, both (T + 1,).
 
-    ``kept`` is the probability of keeping a draft, by level (of all chains, where few are); None without drafts.
+    ``kept`` is the probability of keeping a draft, by level (of all chains, where few are); None without drafts. Its
+    mean is over levels, as chains are spread over them.
     """
 
     precision: str

@@ -133,6 +133,8 @@ class ResNet(nn.Module):
             raise InputError(f"an image network takes events of shape (c, h, w), got {event}")
         if width < 4 or width % 2:
             raise InputError(f"an image network needs an even width of at least 4, got width={width}")
+        if not 1 <= heads <= len(MULTIPLIERS):
+            raise InputError(f"an image network has {len(MULTIPLIERS)} resolutions, of which heads={heads} cannot be")
         self.levels, self.patch, self.arithmetic = levels, patch, "fp32"
         missing = [-size % (patch * 2 ** (len(MULTIPLIERS) - 1)) for size in event[:0:-1]]  # width first, for F.pad
         self.padding = [side for m in missing for side in (m // 2, m - m // 2)]
@@ -204,7 +206,7 @@ class ResNet(nn.Module):
         return h, convolve(self.blocks[0].first, F.silu(h), self.arithmetic)
 
     def features(self, x: Tensor, t: Tensor) -> Tensor:
-        """The last map, from which the energy is summed up, as a direction: (n, channels * height * width).
+        """The last and coarsest map that the energy is summed up from, as a direction: (n, channels * height * width).
 
         Its length is mostly the contrast of an image.
         """

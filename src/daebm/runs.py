@@ -25,7 +25,7 @@ from daebm.data import Dataset
 from daebm.errors import CheckpointError, DivergenceError, InputError
 from daebm.experiments import experiment
 from daebm.experiments.base import Arrays, Summary, Trained
-from daebm.state import CHECKPOINT, holds_state, read_state
+from daebm.state import CHECKPOINT, holds_state, read_resumable
 from daebm.training import begin, train
 
 CONFIG, SUMMARY, SAMPLES = "config.json", "summary.json", "samples.safetensors"
@@ -149,7 +149,7 @@ def pack(folder: Path, out: Path) -> str:
         raise InputError(f"{folder} holds no daebm run with a checkpoint: name the folder of `daebm run --out`")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out} is not an empty folder: choose another --out")
-    tensors, facts = read_state(folder)
+    tensors, facts = read_resumable(folder)
     said = portable.write(out / CHECKPOINT, tensors, facts)
     checkpoint.write_json(out / CONFIG, facts["config"])  # last: now it is a run
     return said

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -151,6 +151,17 @@ def read_state(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return portable.read(folder / CHECKPOINT)
 
 
+def read_resumable(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The same, to go on from: a model can be had of what another version wrote, a run cannot."""
+    tensors, facts = read_state(folder)
+    if not (set(_FACTS) <= set(facts) and {f"chains.{name}" for name in _CHAINS} <= set(tensors)):
+        raise CheckpointError(
+            f"the checkpoint in {folder} was written by another version of daebm: go on with that one, or begin again "
+            "with --overwrite"
+        )
+    return tensors, facts
+
+
 @dataclass(eq=False)
 class Saved:
     """The last good state, in ``folder/checkpoint`` or, without a folder, in memory."""
@@ -195,17 +206,12 @@ class Saved:
             assert self.memory is not None
             tensors, facts = copy.deepcopy(self.memory)
         else:
-            tensors, facts = read_state(self.folder)
+            tensors, facts = read_resumable(self.folder)
             difference = self.config.difference(Config.from_json(facts["config"]))
             if difference is not None:
                 raise CheckpointError(
                     f"{self.folder} was begun with other settings ({difference}): "
                     "resume with the same ones or choose another --out"
-                )
-            if not set(_FACTS) <= set(facts):
-                raise CheckpointError(
-                    f"the checkpoint in {self.folder} was written by another version of daebm: go on with that one, or "
-                    "begin again with --overwrite"
                 )
             if facts["data"] != self.data_facts:
                 raise CheckpointError(
@@ -223,7 +229,7 @@ def _pack(state: TrainingState) -> tuple[dict[str, Tensor], dict[str, Any]]:
     tensors |= {f"average.{k}": v for k, v in state.average.items()}
     for index, entries in state.optimiser.state_dict()["state"].items():
         tensors |= {f"optimiser.{index}.{k}": torch.as_tensor(v) for k, v in entries.items()}
-    for name in ("x", "t", "stage", "trips", "ease"):
+    for name in _CHAINS:
         tensors[f"chains.{name}"] = getattr(state.chains, name)
     for name in ("sigma", "total", "count"):
         tensors[f"steps.{name}"] = getattr(state.steps, name)
@@ -252,6 +258,7 @@ def _unpack(state: TrainingState, tensors: dict[str, Tensor], facts: dict[str, A
         setattr(state, name, facts[name])
 
 
+_CHAINS = tuple(field.name for field in fields(Chains))
 _FACTS = ("cursor", "iteration", "rate_scale", "rollbacks", "replaced", "precision", "seconds")
 
 

@@ -253,7 +253,7 @@ def step(setup: Setup) -> Tensor:
         )
     for burst in negatives.bursts:
         if rejecting and config.kernel == "mala":  # an unadjusted step says nothing of its size
-            state.steps.record(burst.level, burst.steps.accept_prob)
+            state.steps.record(burst.level, burst.steps.accept_prob, negatives.slow)
         state.nonfinite += burst.refused.long()
     acceptance = torch.stack([burst.steps.accept_prob * burst.kept for burst in negatives.bursts]).mean()
 

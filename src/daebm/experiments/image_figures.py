@@ -105,7 +105,7 @@ def _level_figure(summary: Summary, arrays: Arrays) -> Figure:
         for name in (key, BESIDE.get(key)):
             if name in summary:
                 line = np.array(summary[name], dtype=float)
-                error = summary.get(name.replace("_by_level", "_se_by_level"))
+                error = summary.get(name.removesuffix("_by_level") + "_se_by_level")
                 bars = None if error is None else 2 * np.array(error, dtype=float)
                 axis.errorbar(np.arange(len(line)), line, bars, marker=".", linewidth=0.8, elinewidth=0.8)
         axis.set_title(title, fontsize=9)

@@ -28,7 +28,7 @@ HELD_OUT = 5000  # the last so many training images; the test split is for final
 STORE_CHAINS = 1000  # at most so many of the store are moved on; bounds memory
 OWN_TRANSITIONS = 250  # in which a chain has not forgotten the image that it began from
 SNAPSHOTS = 20  # of the moving chains, over the second half of their way
-FRESH = 1000  # chains from noise, at least, that are looked at on their way down,
+FRESH = 5  # times post_chains: so many chains from noise are looked at on their way down,
 FRESH_STEPS = 80  # with so many steps a level: with 20 their energies lag behind by a quarter of an sd
 PER_LEVEL = 1000  # diffused held-out images whose energy stands for a level's
 ROWS = 500  # images per network evaluation; bounds memory
@@ -261,18 +261,24 @@ def descent(trained: Trained) -> tuple[sampling.Drawn, Summary]:
     as annealed chains do.
     """
     model, config, held = trained.model, trained.config, HeldOut(trained)
-    rows: list[Moments] = []
-    with torch.no_grad(), progress("levels from noise", model.ladder.levels) as bar:
+    count, levels, carry = FRESH * config.post_chains, model.ladder.levels, config.label_move == "carry"
+    seen: list[list[Tensor]] = [[] for _level in range(levels)]
+    gradients = refused = 0
+    with torch.no_grad(), progress("levels from noise", levels * math.ceil(count / ROWS)) as bar:
 
         def observe(level: int, x: Tensor) -> None:
-            rows.append(held.against(level, x, torch.arange(len(x))))
+            seen[level].append(x.cpu())
             bar.update()
 
-        noise = sampling.from_noise(model.sampler(), model.event, max(FRESH, config.post_chains), trained.generator)
-        carry = config.label_move == "carry"
-        start = sampling.annealed(model.sampler(), noise, FRESH_STEPS, trained.generator, carry, observe)
-    found = {f"from_noise_{key}": values for key, values in _by_level(rows[::-1]).items()}
-    return start, _with_ranges(found)
+        for start in range(0, count, ROWS):
+            noise = sampling.from_noise(model.sampler(), model.event, min(ROWS, count - start), trained.generator)
+            drawn = sampling.annealed(model.sampler(), noise, FRESH_STEPS, trained.generator, carry, observe)
+            gradients, refused = gradients + drawn.gradients, refused + drawn.refused
+    at_level = [torch.cat(parts).to(model.device) for parts in seen]
+    rows = [held.against(level, x, torch.arange(count)) for level, x in enumerate(at_level)]
+    found = {f"from_noise_{key}": values for key, values in _by_level(rows).items()}
+    end = sampling.Drawn(at_level[0], torch.zeros(count, dtype=torch.long, device=model.device), gradients, refused)
+    return end, _with_ranges(found)
 
 
 def _by_level(rows: list[Moments]) -> Summary:
