@@ -45,17 +45,6 @@ def test_the_mean_is_over_probabilities_and_chains() -> None:
     assert steps.count.tolist() == [3, 2]
 
 
-def test_a_slow_chain_does_not_shorten_the_steps_of_others() -> None:
-    """At level 0 it is beside others, at level 1 alone: there it is all that is known."""
-    steps = start([0.5, 0.5])
-    slow = torch.tensor([False, False, True, True])
-    for _ in range(10):
-        steps.record(torch.tensor([0, 0, 0, 1]), torch.tensor([0.7, 0.7, 0.0, 0.1]), slow)
-    assert steps.acceptance().tolist() == pytest.approx([0.7, 0.1]) and steps.count.tolist() == [20, 10]
-    steps.adapt()
-    assert steps.sigma.tolist() == pytest.approx([0.5, 0.5 / 1.2])
-
-
 @pytest.mark.parametrize("acceptance", [0.0, 1.0])
 def test_an_unvisited_level_never_drifts(acceptance: float) -> None:
     """Read as acceptance 0, an absent level would shrink without end."""

@@ -141,7 +141,7 @@ def test_a_chain_is_stuck_where_others_move() -> None:
     assert chains.stuck().nonzero().flatten().tolist() == [7]
     chains.trips[7], chains.stage[7] = 3, 2
     chains.replace(torch.tensor([7]), torch.tensor([[-5.0]]).double())
-    assert float(chains.x[7]) == -5 and not bool(chains.stuck().any())
+    assert float(chains.x[7]) == -5 and float(chains.ease[7]) == 1 and not bool(chains.stuck().any())
     assert (int(chains.trips[7]), int(chains.stage[7])) == (3, 1)  # at level 0, where a round trip may begin
     for _ in range(400):  # planted: steps that suit no chain
         slots = chains.draw(50, generator)

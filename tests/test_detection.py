@@ -160,8 +160,18 @@ def test_a_profile_adds_up_what_two_laws_say() -> None:
     np.testing.assert_array_equal(
         profile.score("profile", alone, rows.__getitem__), laws["slopes"].score(rows["slopes"])
     )
-    assert profile.scores(laws) == ["features", "profile"] and profile.scores(alone) == ["profile"]
-    assert profile.scores({"features": laws["features"]}) == ["features"]
+    assert profile.scores(laws) == ["energy", "features", "profile"] and profile.scores(alone) == ["energy", "profile"]
+    assert profile.scores({"features": laws["features"]}) == ["energy", "features"]
+
+
+def test_laws_of_tables_that_were_saved_under_the_name_of_their_score() -> None:
+    """Of rows they are the same; of images slopes were no part of a sum then."""
+    fitted = profile.Gaussian.of(np.random.default_rng(0).normal(size=(50, 4)))
+    old = {key.replace("slopes", "profile"): value for key, value in profile.law_tensors({"slopes": fitted}).items()}
+    np.testing.assert_array_equal(
+        profile.laws_in(old, (2,))["slopes"].score(np.ones((1, 4))), fitted.score(np.ones((1, 4)))
+    )
+    assert profile.laws_in(old, (1, 8, 8)) == {}
 
 
 def test_slopes_of_images_are_known_by_place() -> None:

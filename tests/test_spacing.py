@@ -125,29 +125,6 @@ def test_an_empty_level_is_weighed_from_one_side() -> None:
     torch.testing.assert_close(alone, expected * torch.tensor([1, 0, 0]), rtol=0, atol=1e-9)
 
 
-def test_a_single_chain_does_not_shut_off_a_level() -> None:
-    """Twenty chains at level 1 see a level 0 of equal mass; the one that is there sits in a hole 50 nats deep.
-
-    Alone it would have level 0 raised by some 25 nats, and then no other chain would ever come. With two at level 0
-    both ends are asked as ever.
-    """
-    index = torch.arange(24.0).unsqueeze(1)
-
-    def energy(x: Tensor, at: Tensor) -> Tensor:
-        return torch.where((x[:, 0] == 0) & (at == 0), -50.0, 0.0)
-
-    t = (index[:, 0] > 2).long()
-    rest = slice(3, None)
-    single = level_balance(energy, torch.cat([index[:1], index[rest]]), torch.cat([t[:1], t[rest]]), 1)[0]
-    assert float(single) == pytest.approx(0, abs=1e-9)
-    few = slice(3, 6)  # three others know an edge no better than a single one does
-    assert float(level_balance(energy, torch.cat([index[:1], index[few]]), torch.cat([t[:1], t[few]]), 1)[0]) < -20
-    stuck = torch.zeros(2, 1)
-    assert float(level_balance(energy, torch.cat([stuck, index[rest]]), torch.cat([t[:2], t[rest]]), 1)[0]) < -20
-    mixed = level_balance(energy, index, t, 1)[0]
-    assert float(mixed) == pytest.approx(math.log(2 / 3))  # two of three move freely
-
-
 @pytest.mark.parametrize("no_energy", [math.nan, math.inf])
 def test_refused_moves_are_made_up_for_by_mass(no_energy: float) -> None:
     """Up one move in four is possible, with log r = -3; down all are, with 3: as often where 1/4 = e^(3 - m)."""

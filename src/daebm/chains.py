@@ -12,8 +12,8 @@ from daebm.ladder import Ladder
 
 EASE = 0.05  # weight of the last move in a chain's mean acceptance
 # Of the mean acceptance of all chains. Those that move as others do are never there; one whose steps are all refused is
-# slow after some fourteen moves, and stuck after some sixty.
-SLOW, STUCK = 0.5, 0.05
+# after some sixty moves.
+STUCK = 0.05
 
 
 @dataclass(eq=False)
@@ -21,7 +21,8 @@ class Chains:
     """Positions x (n, ...), levels t (n,), and per chain its label round trips 0 -> T -> 0.
 
     ``stage`` says how far the current round trip has come: 0 before the first visit to level 0, 1 after it, 2 after
-    level T was reached from there. ``ease`` is the mean acceptance of a chain's steps over its last twenty moves or so.
+    level T was reached from there. ``ease`` is the mean acceptance of a chain's steps over its last twenty moves or so;
+    it begins at 1.
     """
 
     x: Tensor
@@ -62,19 +63,15 @@ class Chains:
         self.t[slots] = t
         self.ease[slots] += EASE * (accepted.to(self.ease) - self.ease[slots])
 
-    def slow(self) -> Tensor:
-        """Those whose steps are accepted less than half as often as those of all, (n,)."""
-        return self.ease < SLOW * self.ease.mean()
-
     def stuck(self) -> Tensor:
         """Those whose steps are hardly ever accepted where those of the others are, (n,)."""
         return self.ease < STUCK * self.ease.mean()
 
     def replace(self, slots: Tensor, x: Tensor) -> None:
-        """Chains that begin anew at their levels, round trips included."""
+        """Chains that begin anew at their levels, and with them the round trips that they were on."""
         self.x[slots] = x
         self.stage[slots] = (self.t[slots] == 0).long()
-        self.ease[slots] = self.ease.mean()
+        self.ease[slots] = 1
 
     def count_trips(self, slots: Tensor, t: Tensor, top: int) -> None:
         """Follow the labels ``t`` that the chains in ``slots`` have just moved to."""

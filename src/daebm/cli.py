@@ -14,7 +14,7 @@ from typing import Annotated
 import torch
 import tyro
 
-from daebm import checkpoint, engine, report, runs
+from daebm import checkpoint, engine, profile, report, runs
 from daebm.commands import Fit, Flag, Inspect, Sample, Score
 from daebm.config import Config, again, check_methods, resolve
 from daebm.errors import DaebmError, DivergenceError, InputError
@@ -23,7 +23,6 @@ from daebm.experiments.base import Experiment
 from daebm.images import load_images
 from daebm.methods import METHODS
 from daebm.model import load, model_folder
-from daebm.profile import SCORES, needed
 from daebm.training import begin, step
 
 Name = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="EXPERIMENT")]
@@ -190,9 +189,8 @@ class Ood:
         _set_threads(self.threads)
         if self.data_dir is not None:
             os.environ["DAEBM_DATA"] = str(self.data_dir)
-        known = ("energy", *SCORES)
-        if wrong := [name for name in self.scores if name not in known] or not self.scores:
-            raise InputError(f"--scores takes {', '.join(known)}, got {wrong or 'none'}")
+        if wrong := [name for name in self.scores if name not in profile.NAMES] or not self.scores:
+            raise InputError(f"--scores takes {', '.join(profile.NAMES)}, got {wrong or 'none'}")
         if self.images < 0:
             raise InputError(f"--images must be 0 or more, got {self.images}")
         if self.out is not None and self.out.exists():
@@ -203,15 +201,14 @@ class Ood:
         inside = model.config.experiment
         if inside not in detection.SETS:
             raise InputError(f"{self.model} is a model of {inside or 'other data'}: ood is for fashion-mnist and mnist")
-        sets, (train, _labels) = detection.sets_of_images(inside, self.images), load_images(inside, "train")
-        saved, wanted = detection.saved_laws(model_folder(self.model)), needed(self.scores, model.network)
-        laws = {kind: saved.get(kind) or detection.fit_law(kind, model, train) for kind in wanted}
-        had = detection.model_scores(model, laws)
-        if missing := [name for name in self.scores if name not in had]:
+        if missing := [name for name in self.scores if name not in profile.scores(profile.kinds(model.network))]:
             raise InputError(
                 f"network {model.config.network!r} of {self.model} has no {missing[0]}: leave it out of --scores"
             )
-        scores = {name: score for name, score in had.items() if name in self.scores}
+        sets, (train, _labels) = detection.sets_of_images(inside, self.images), load_images(inside, "train")
+        saved, wanted = detection.saved_laws(model_folder(self.model)), profile.needed(self.scores, model.network)
+        laws = {kind: saved.get(kind) or detection.fit_law(kind, model, train) for kind in wanted}
+        scores = {name: score for name, score in detection.model_scores(model, laws).items() if name in self.scores}
         found = detection.detect(scores | detection.baseline_scores(train), sets)
         lines, differences = detection.lines(found), detection.differences(found, scores)
         paired = [

@@ -51,9 +51,11 @@ def model_scores(model: Model, laws: Mapping[str, Law]) -> dict[str, Score]:
         return -model.energy(images[:, None]).astype(np.float64)
 
     def of(name: str) -> Score:
+        if name == "energy":
+            return energy
         return lambda images: profile.score(name, laws, lambda kind: model.said(kind, images[:, None]))
 
-    return {"energy": energy} | {name: of(name) for name in profile.scores(laws)}
+    return {name: of(name) for name in profile.scores(laws)}
 
 
 def baseline_scores(train: Images) -> dict[str, Score]:

@@ -31,7 +31,6 @@ from daebm.profile import LAW_ROWS, SAID, Law, kinds, law, law_tensors, laws_in
 from daebm.training import train
 from daebm.units import Floats, Units
 
-SCORES = ("energy", *profile.SCORES)
 PER_SCORE = ("calibration", "validation", "examples")  # attributes that hold an array for each of them
 CALIBRATION, LARGEST_CALIBRATION = 5, 1000  # one row in five is kept for calibration, up to so many
 VALIDATION = 10  # one row in ten is kept to watch training by, up to LARGEST_VALIDATION
@@ -187,7 +186,7 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
         self.log_normaliser_, self.log_normaliser_se_ = found.value, found.error
         self.drawn_ = -found.drawn[::-1] - found.value - self.units_.log_stretch
         self.laws_ = laws
-        scores = {kind: self._scores(calibration, kind) for kind in ("energy", *profile.scores(laws))}
+        scores = {kind: self._scores(calibration, kind) for kind in profile.scores(laws)}
         self.examples_ = {kind: calibration[_ends(values)] for kind, values in scores.items()}
         self.validation_ = {kind: np.sort(self._scores(validation, kind)) for kind in scores}
         self.noisy_ = self._noisy_log_density(calibration)
@@ -348,7 +347,7 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
         self = cls(**facts["parameters"])
         units = Units(tuple(facts["event"]), array["varies"], array["shift"], array["scale"], facts["rows"])
         self.laws_ = laws_in(tensors, everything["data"]["event"])
-        had = ("energy", *profile.scores(self.laws_))
+        had = profile.scores(self.laws_)
         for name in PER_SCORE:
             setattr(self, name + "_", {kind: array[f"{name}.{kind}"] for kind in had})
         self.noisy_, self.drawn_ = array["noisy"], array["drawn"]
@@ -464,8 +463,8 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
 
 
 def _kind(score_by: Any) -> str:
-    if not isinstance(score_by, str) or score_by not in SCORES:
-        raise InputError(f"score_by must be one of {', '.join(SCORES)}, got {score_by!r}")
+    if not isinstance(score_by, str) or score_by not in profile.NAMES:
+        raise InputError(f"score_by must be one of {', '.join(profile.NAMES)}, got {score_by!r}")
     return score_by
 
 

@@ -27,6 +27,7 @@ SETTLE_CHAINS = 32  # per level
 SETTLE_ROUNDS, SETTLE_STEPS = 20, 10  # an adaptation of steps and gains each; the second half is measured
 GAIN_SHARE = 1.5  # of half a Newton step, a round
 SETTLE_ROWS = 256  # chains moved together; bounds memory
+BESIDE = 16  # diffused data whose mean energy a stuck chain is held against
 
 
 def balance_levels(setup: Setup, x: Tensor, t: Tensor, share: float = 1.0) -> None:
@@ -48,18 +49,26 @@ def balance_levels(setup: Setup, x: Tensor, t: Tensor, share: float = 1.0) -> No
             constant += share * nats * (excess - excess[0])
 
 
-def replace_stuck(setup: Setup) -> None:
-    """Begin chains anew, as diffused data of their levels, where steps have long been refused; counted in the state.
+def replace_stranded(setup: Setup) -> None:
+    """Begin chains anew, as diffused data of their levels, where the model has no mass; counted in the state.
 
-    An energy that bends sharply somewhere holds whatever chain got in: all steps are too long there. It says nothing of
-    the model elsewhere, but goes on being drawn apart from the data, and its level is given its mass.
+    Steps of a chain that is far above the data should take it down. An energy that bends sharply holds it: all steps
+    are too long there, training raises it up to the margin, and its level is given its mass. A chain is stranded if its
+    steps have long been refused **and** it is half a margin or more above the data at its level, or has no energy.
+    Chains of a narrow kind of data may be refused as often, but are as low as these data.
     """
     state, ladder, generator = setup.state, setup.ladder, setup.state.generator
-    slots = state.chains.stuck().nonzero().squeeze(1)
-    if len(slots):
-        rows = torch.randint(len(setup.data), slots.shape, generator=generator, device=slots.device)
-        state.chains.replace(slots, ladder.diffuse(setup.points(rows), state.chains.t[slots], generator))
-        state.replaced += len(slots)
+    chains, stuck = state.chains, state.chains.stuck().nonzero().squeeze(1)
+    for slots in torch.split(stuck, SETTLE_ROWS // BESIDE) if len(stuck) else ():
+        t = chains.t[slots].repeat_interleave(BESIDE)
+        rows = torch.randint(len(setup.data), t.shape, generator=generator, device=t.device)
+        data = ladder.diffuse(setup.points(rows), t, generator)
+        with torch.no_grad():
+            low = state.network(data, t).reshape(-1, BESIDE).mean(1)
+            held = state.network(chains.x[slots], chains.t[slots]) <= low + setup.config.margin / 2
+        stranded = ~held  # so are those without an energy
+        chains.replace(slots[stranded], data[::BESIDE][stranded])
+        state.replaced += int(stranded.sum())
 
 
 def deserted(t: Tensor, levels: int) -> list[str]:

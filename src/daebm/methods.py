@@ -9,7 +9,7 @@
 | drl        | the partner one level up               | U(x, t) given that partner  | langevin           |
 | da         | where they were left                   | U(x, t) and t, by MGMS      | mala               |
 
-With ``level_rate`` chains of `da` that are stuck begin anew as diffused data, counted (`levels.replace_stuck`).
+With ``margin`` chains of `da` that are stranded begin anew as diffused data, counted (`levels.replace_stranded`).
 """
 
 from __future__ import annotations
@@ -72,15 +72,11 @@ Transition = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Transition
 
 
 class Negatives(NamedTuple):
-    """The chains' side of the gradient: points and their levels, and per burst (levels, acceptance, refusals).
-
-    ``slow`` are those of a store that hardly moved before (`Chains.slow`).
-    """
+    """The chains' side of the gradient: points and their levels, and per burst (levels, acceptance, refusals)."""
 
     x: Tensor
     t: Tensor
     bursts: list[TransitionInfo]
-    slow: Tensor | None = None
 
 
 def conditional(energy: Energy, ladder: Ladder, t: Tensor, partner: Tensor) -> PlainEnergy:
@@ -132,16 +128,17 @@ def draw_negatives(
         x, info = langevin.run(kernel, target, start, step, config.steps, generator, compile=config.compile)
         return Negatives(x, t_data, [plain_info(t_data, info)])
     if row.start == "data":
-        slots, slow, x, t = None, None, x_data, t_data
+        slots, x, t = None, x_data, t_data
     else:
         slots = chains.draw(n, generator)
-        slow, x, t = chains.slow()[slots], chains.x[slots], chains.t[slots]
+        x, t = chains.x[slots], chains.t[slots]
         if config.restart_probability > 0:
             fresh = torch.rand(n, generator=generator, device=x.device) < config.restart_probability
             noise = torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device)
             x = torch.where(fresh.reshape(-1, *[1] * (x.ndim - 1)), noise, x)
             t = torch.where(fresh, ladder.top, t)  # noise belongs to level T
             chains.stage[slots] = torch.where(fresh, 0, chains.stage[slots])  # and its round trip begins anew
+            chains.ease[slots] = torch.where(fresh, 1, chains.ease[slots])
     bursts: list[TransitionInfo] = []
     if row.ladder:
         for _ in range(config.bursts):
@@ -159,4 +156,4 @@ def draw_negatives(
     if slots is not None:
         accepted = torch.stack([burst.steps.accept_prob * burst.kept for burst in bursts]).mean(0)
         chains.put(slots, x, t, accepted)
-    return Negatives(x, t, bursts, slow)
+    return Negatives(x, t, bursts)

@@ -165,10 +165,13 @@ SAID: dict[str, Callable[[Any, int, Tensor], Floats]] = {"features": features, "
 SCORES: dict[str, tuple[str, ...]] = {"features": ("features",), "profile": ("slopes", "features")}
 """Of what is said, by its law, or by the sum of two, as if one knew nothing of the other; without features by one."""
 
+NAMES = ("energy", *SCORES)
+"""All scores; `energy` is -U(x, 0) or the log density and needs no law."""
+
 
 def scores(laws: Collection[str]) -> list[str]:
-    """Those of `SCORES` that can be had with these laws."""
-    return [name for name, parts in SCORES.items() if parts[0] in laws]
+    """Those of `NAMES` that can be had with these laws."""
+    return ["energy", *(name for name, parts in SCORES.items() if parts[0] in laws)]
 
 
 def needed(names: Collection[str], network: Any) -> list[str]:
@@ -206,6 +209,8 @@ def laws_in(tensors: Mapping[str, Tensor], event: Sequence[int]) -> dict[str, La
     """Those that were saved with a model of points of this shape."""
     kind = law(event)
     array = {key: value.double().numpy() for key, value in tensors.items() if key.startswith("law.")}
+    if kind is Gaussian:  # of rows the slopes' law was named after their score at first
+        array = {key.replace("law.profile.", "law.slopes."): value for key, value in array.items()}
     return {
         name: kind(*(array[f"law.{name}.{part.name}"] for part in fields(kind)))
         for name in SAID

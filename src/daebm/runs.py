@@ -208,7 +208,7 @@ def _training_facts(config: Config, state: Any) -> Summary:
         "rollbacks": state.rollbacks,
         "learning_rate_scale": state.rate_scale,
         "nonfinite_proposals": int(state.nonfinite),
-        "stuck_chains_replaced": state.replaced,
+        "stranded_chains_replaced": state.replaced,
         "precision": state.precision,
         "step_sizes": state.steps.sigma.tolist(),
     }
@@ -255,7 +255,7 @@ class _Log:
             self.writer = _summary_writer()(str(tensorboard_folder / "tensorboard"))
 
     def __call__(self, metrics: dict[str, Any]) -> None:
-        if metrics.get("event") in ("precision", "labels"):
+        if metrics.get("event") in ("precision", "labels", "chains"):
             self.bar.write(metrics["reason"], file=sys.stderr)
         elif "event" in metrics:
             self.bar.write(

@@ -19,9 +19,6 @@ Integers = npt.NDArray[np.int64]
 # A chain started at N(0, I) with label T must be able to move: below this overlap it mostly cannot.
 MINIMUM_NOISE_OVERLAP = 0.15
 MIXTURE_POINTS = 2048  # at most so many of the data make up the exact diffused density
-SEVERAL = (
-    5  # chains at one end of an edge that know its masses better by themselves than with a single one at the other
-)
 # An acceptance of 0 would make an edge infinitely long and one of 1 make it vanish: neither can be measured.
 ACCEPTANCE_LIMIT = 1e-6
 
@@ -80,10 +77,8 @@ def level_balance(
 
     The log mass ratio is the one at which both directions are accepted equally often (Bennett's way). With chains at
     one end only, or all moves refused at the other, it is the log of their mean exp(-(change of U)), noisier, but it is
-    what fills an empty level; without any it is 0. A single chain at one end counts as none if there are five or more
-    at the other: alone it would decide, and where it is no other chain may ever be (a level was shut off so). The ratio
-    of masses is the same with ``carry``, and known better where levels overlap better then. Evaluates ``chunk`` chains
-    at a time, each at t, t + 1 and t - 1.
+    what fills an empty level; without any it is 0. The ratio of masses is the same with ``carry``, and known better
+    where levels overlap better then. Evaluates ``chunk`` chains at a time, each at t, t + 1 and t - 1.
     """
     if not 0 < len(x) == len(t) or bool(((t < 0) | (t > top)).any()):
         raise InputError(f"every chain needs a label in 0..{top}: got {len(x)} chains, labels {sorted({*t.tolist()})}")
@@ -104,13 +99,12 @@ def level_balance(
     # The log of the number of chains on top, for the root lies beyond every log r if most moves are refused.
     high = np.maximum(rising.largest(), falling.largest()) + np.log(len(log_r)) + 1
     low, log_mass = -high, np.zeros(top)
-    up, down = rising.usable & ~(rising.single & falling.several), falling.usable & ~(falling.single & rising.several)
-    one_sided = np.where(down, falling.log_mean(), 0.0) - np.where(up, rising.log_mean(), 0.0)
+    one_sided = falling.log_mean() - rising.log_mean()  # one of them is 0
     for _ in range(64):  # down to rounding
         less = rising.accepted(log_mass) < falling.accepted(-log_mass)
         low, high = np.where(less, log_mass, low), np.where(less, high, log_mass)
         log_mass = (low + high) / 2
-    log_mass = np.where(up & down, log_mass, one_sided)
+    log_mass = np.where(rising.possible & falling.possible, log_mass, one_sided)
     both = torch.from_numpy(np.stack([rising.accepted(log_mass), falling.accepted(-log_mass)]))
     return torch.from_numpy(-log_mass), both.nanmean(0, dtype=torch.float64)
 
@@ -179,8 +173,7 @@ class _Moves:
         self.log_r, self.edge, self.edges = log_r, edge, edges
         count = np.bincount(edge, minlength=edges)
         self.count = np.where(count > 0, count, np.nan)
-        self.usable = np.bincount(edge[np.isfinite(log_r)], minlength=edges) > 0  # refused moves are not
-        self.single, self.several = count == 1, count >= SEVERAL
+        self.possible = np.bincount(edge[np.isfinite(log_r)], minlength=edges) > 0  # not all refused
 
     def largest(self) -> Floats:
         """The largest size of a log ratio over each edge that is finite; 0 without any."""

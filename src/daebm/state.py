@@ -40,7 +40,7 @@ class TrainingState:
     iteration: int
     rate_scale: float  # lowered at each roll-back
     rollbacks: int
-    replaced: int  # chains that were stuck and began anew
+    replaced: int  # chains that were stranded and began anew
     nonfinite: Tensor  # proposals and label energies refused so far; on the device, where it is counted
     precision: str  # the one that passed the last check: a resumed run goes on in it
     seconds: float  # spent in training, over all sessions; reported, never read by a schedule
@@ -154,10 +154,9 @@ def read_state(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def read_resumable(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The same, to go on from: a model can be had of what another version wrote, a run cannot."""
     tensors, facts = read_state(folder)
-    if not (set(_FACTS) <= set(facts) and {f"chains.{name}" for name in _CHAINS} <= set(tensors)):
+    if not set(_FACTS) <= set(facts) or set(_part(tensors, "chains")) != set(_CHAINS):
         raise CheckpointError(
-            f"the checkpoint in {folder} was written by another version of daebm: go on with that one, or begin again "
-            "with --overwrite"
+            f"the checkpoint in {folder} was written by another version of daebm: go on with that one, or begin again"
         )
     return tensors, facts
 

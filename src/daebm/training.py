@@ -21,7 +21,7 @@ from daebm.engine import Engine
 from daebm.errors import DivergenceError, InputError
 from daebm.guard import GAP, MEASURES, MetricsLog, bad_weights, trouble
 from daebm.ladder import Ladder
-from daebm.levels import balance_levels, deserted, replace_stuck, settle
+from daebm.levels import balance_levels, deserted, replace_stranded, settle
 from daebm.methods import draw_negatives, method
 from daebm.precision import settle_precision
 from daebm.samplers.langevin import KERNELS
@@ -115,6 +115,7 @@ def train(
     check_every = config.log_every if config.device == "cuda" else 1  # reading from a GPU stops it
     unread: list[Tensor] = []
     recent: deque[tuple[int, float]] = deque(maxlen=TRAIL)  # energy gaps, to see how a divergence came about
+    told = state.replaced
 
     while state.iteration < config.iterations:
         unread.append(advance(setup))
@@ -178,6 +179,9 @@ def train(
             due_there = config.warm if config.start == "data" else (config.warm + config.iterations) // 2
             if config.method == "da" and state.iteration > due_there:
                 say("labels", deserted(state.chains.t, setup.ladder.levels))
+            if state.replaced > told:
+                say("chains", [f"{state.replaced - told} stranded chains began anew, {state.replaced} so far"])
+                told = state.replaced
             saved.save(state)
             if stop(state, setup.ladder):
                 break
@@ -220,7 +224,8 @@ def advance(setup: Setup) -> Tensor:
 def step(setup: Setup) -> Tensor:
     """One iteration: data at random levels, chains moved, one gradient step on mean U(data) - mean U(chains).
 
-    For `da` nothing in here waits for the device but the balance of the levels, once in ``adapt_every`` iterations.
+    For `da` nothing in here waits for the device but the look at stuck chains and the balance of the levels, once in
+    ``adapt_every`` iterations.
     """
     config, state, ladder = setup.config, setup.state, setup.ladder
     row = method(config.method)
@@ -253,7 +258,7 @@ def step(setup: Setup) -> Tensor:
         )
     for burst in negatives.bursts:
         if rejecting and config.kernel == "mala":  # an unadjusted step says nothing of its size
-            state.steps.record(burst.level, burst.steps.accept_prob, negatives.slow)
+            state.steps.record(burst.level, burst.steps.accept_prob)
         state.nonfinite += burst.refused.long()
     acceptance = torch.stack([burst.steps.accept_prob * burst.kept for burst in negatives.bursts]).mean()
 
@@ -273,7 +278,8 @@ def step(setup: Setup) -> Tensor:
         if config.level_rate:
             finishing = max(0, state.iteration - config.learned)  # weights stay: ever smaller corrections find the rest
             share = config.level_rate / (1 + finishing / FINISHING)
-            replace_stuck(setup)
+            if config.margin:
+                replace_stranded(setup)
             balance_levels(setup, state.chains.x, state.chains.t, share)
     return torch.stack([loss, gap, grad_norm, acceptance])
 

@@ -308,8 +308,9 @@ def own_image_gap(trained: Trained) -> Summary:
     for level in range(model.ladder.levels):
         here = t == level
         known = len(torch.unique(chain[here])) > 1
-        mean = float(gaps[here].mean()) if known else math.nan
-        rows.append((mean, _chain_error(gaps[here], chain[here]) if known else math.nan))
+        rows.append(
+            (float(gaps[here].mean()), _chain_error(gaps[here], chain[here])) if known else (math.nan, math.nan)
+        )
     gap, error = ([row[k] for row in rows] for k in (0, 1))
     return {"own_image_gap_by_level": gap, "own_image_gap_range": _range(gap), "own_image_gap_se_by_level": error}
 
@@ -324,7 +325,7 @@ def _chain_error(values: Tensor, chain: Tensor) -> float:
 def precision_changes(trained: Trained, walked: Walk) -> Summary:
     """What each arithmetic would change at its worst level on the trained model: acceptance, label probabilities.
 
-    And the share of bursts that are kept there, where they are drafted.
+    And the share of bursts that are kept, at the worst level and on the whole, where they are drafted.
     """
     network, changes = trained.model.network, {}
     for precision in PRECISIONS if trained.model.device.type == "cuda" else ():
@@ -339,7 +340,7 @@ def precision_changes(trained: Trained, walked: Walk) -> Summary:
         )
         changes[precision] = [float(report.acceptance.max()), float(report.labels.max())]
         if report.kept is not None:
-            changes[precision].append(float(report.kept.min()))
+            changes[precision] += [float(report.kept.min()), float(report.kept.mean())]
     set_precision(network, trained.precision)
     return {"precision_changes": changes} if changes else {}
 

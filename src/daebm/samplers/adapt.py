@@ -30,17 +30,10 @@ class StepSizes:
         sigma = sigma.double().clamp(*bounds)
         return cls(sigma, bounds, minimum_count, torch.zeros_like(sigma), torch.zeros_like(sigma))
 
-    def record(self, level: Tensor, accept_prob: Tensor, slow: Tensor | None = None) -> None:
-        """Add mean acceptance probabilities (n,) of chains that stepped at ``level`` (n,).
-
-        Of a level where there are others, those of ``slow`` chains (n,) do not count: a chain at a sharp bend of the
-        energy would have the steps of all others there shortened to suit itself.
-        """
+    def record(self, level: Tensor, accept_prob: Tensor) -> None:
+        """Add mean acceptance probabilities (n,) of chains that stepped at ``level`` (n,)."""
         # A product, for a sum by index has no fixed order on a GPU, and a resumed run must end in the same bits.
         own = torch.arange(len(self.total), device=level.device).unsqueeze(1) == level
-        if slow is not None:
-            others = own & ~slow
-            own = torch.where(others.any(1, keepdim=True), others, own)
         self.total += own.to(self.total.dtype) @ accept_prob.to(self.total.dtype)
         self.count += own.sum(1, dtype=self.count.dtype)
 
