@@ -53,9 +53,9 @@ PAPER: dict[str, Any] = (
     | {"dequantise": True, "learning_rate": 1e-5, "bursts": 1, "label_move": "full"}
     | {"step_size": 0.1, "adapt_every": 100, "reject_from": 6000, "precision": "drafted"}
 )
-# The floor is .1 in data units, over Fashion-MNIST's sd of .71: with .05 there are more levels for labels to travel over,
-# and samples were worse after as many minutes. Level T must overlap the noise that samples start from: with a last
-# variance of .95 by .05 only, with .99 by .41.
+# The floor is .1 in data units, over Fashion-MNIST's sd of .71: with .05 labels have more levels to travel over, and
+# samples were worse after as many minutes. Level T must overlap the noise that samples start from: with a last variance
+# of .95 by .05 only, with .99 by .41.
 # Patches of 2 pixels make the paper's width four times cheaper. An energy that is summed up at all four resolutions
 # learns to remove noise in fewer iterations; MNIST's samples have gained by it, Fashion-MNIST's not yet.
 # Warm starts: denoising, after which annealed samples from noise are garments; then the labels of carried images, for
