@@ -27,6 +27,7 @@ from daebm.errors import InputError
 from daebm.experiments import gaussian_1d
 from daebm.ladder import Ladder
 from daebm.methods import METHODS, Negatives, draw_negatives
+from daebm.networks import LevelMLP
 from daebm.runs import matched_iterations
 from daebm.state import CHECKPOINT, STATE, TrainingState, build_ladder, start
 from daebm.training import Setup, advance, begin, learning_rate, step, train
@@ -527,13 +528,33 @@ def test_beyond_the_margin_a_point_and_its_chain_are_drawn_together() -> None:
 
     points, levels = (u.unsqueeze(1), v.unsqueeze(1)), torch.zeros(4, dtype=torch.long)
     given = points[0], levels, points[1], levels
-    loss, u_data, u_chains = likelihood_loss(energy, Config(margin=10.0, level_rate=0.1), *given)
+    loss, u_data, u_chains = likelihood_loss(nn.Identity(), energy, Config(margin=10.0, level_rate=0.1), *given)
     slopes = torch.autograd.grad(loss, (u, v))
     assert (4 * slopes[0]).tolist() == [1, 1, -1, -1] and (4 * slopes[1]).tolist() == [-1, -1, 1, 1]
     assert loss.item() == pytest.approx((3 - 9 - 8 + 480) / 4)
     assert torch.equal(u_data, u) and torch.equal(u_chains, v)
-    plain, _u, _v = likelihood_loss(energy, Config(), *given)
+    plain, _u, _v = likelihood_loss(nn.Identity(), energy, Config(), *given)
     assert plain.item() == pytest.approx((3 - 9 - 12 - 500) / 4)
+
+
+def test_the_penalty_prefers_no_level() -> None:
+    """The energies of exact draws are as far from their own mean at every level: nothing pulls at the constants.
+
+    Planted: a size that is measured from 0 pulls levels of many dimensions by tens of standard errors.
+    """
+    dimension, rows, weight = 200, 400, 0.1
+    z = torch.randn(rows, dimension, generator=torch.Generator().manual_seed(2))
+    ladder = Ladder.geometric(dimension, floor=0.05, top=6)
+    network = LevelMLP(z, ladder, width=8, hidden=1)
+    t = torch.arange(7).repeat_interleave(rows)
+    base = network.base
+    white = torch.randn(len(t), dimension, generator=torch.Generator().manual_seed(3))
+    x = (white / base.precision[t] + base.centre[t]) @ base.axes.T
+    for measured_from, caught in ((network, False), (nn.Identity(), True)):
+        loss, _u, _v = likelihood_loss(measured_from, network, Config(energy_penalty=weight), x, t, x, t)
+        (pull,) = torch.autograd.grad(loss, network.constant)  # 2 weight / 7 times twice a mean over the level's rows
+        errors = pull / (4 * weight / 7) / math.sqrt(dimension / 2 / rows)
+        assert bool((errors.abs() > 5).any()) == caught, errors
 
 
 @pytest.mark.parametrize("margin", [0.0, 50.0])

@@ -96,7 +96,7 @@ class Engine:
         # Scores are learned by the energy without gains, which are there to undo what its errors do to chains.
         plain = getattr(self.network, "ungained", self.network)
         energy, score = self._compile(self.network), self._compile(partial(denoising_loss, plain))
-        self.likelihood = self._gradient(partial(likelihood_loss, energy, self.config))
+        self.likelihood = self._gradient(partial(likelihood_loss, self.network, energy, self.config))
         self.chainless = self._gradient(lambda *noisy: (chainless_loss(score, energy, *noisy),))
         self.relating = self._gradient(lambda *given: (relating_loss(score, energy, *given),))
 

@@ -154,6 +154,10 @@ class DiffusedGaussian(nn.Module):
     def forward(self, x: Tensor, t: Tensor) -> Tensor:
         return self.half_square(x, t) + self.half_log_det[t]
 
+    def mean_energy(self, t: Tensor) -> Tensor:
+        """E U(x, t) of its own draws at levels t."""
+        return self.half_log_det[t] + len(self.axes) / 2
+
     def carried(self, x: Tensor, t: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """x at other levels with the same whitened coordinates, (n, b, ...), and log sqrt(det C_label / det C_t)."""
         y = self.whiten(x, t).unsqueeze(1) / self.precision[labels] + self.centre[labels]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from daebm.config import Config
+from daebm.networks import DiffusedGaussian
 from daebm.samplers.mgms import Energy
 from daebm.state import TrainingState
 
@@ -40,9 +41,18 @@ def trainable(network: nn.Module) -> list[nn.Parameter]:
 
 
 def likelihood_loss(
-    energy: Energy, config: Config, x_data: Tensor, t_data: Tensor, x_chains: Tensor, t_chains: Tensor
+    network: nn.Module,
+    energy: Energy,
+    config: Config,
+    x_data: Tensor,
+    t_data: Tensor,
+    x_chains: Tensor,
+    t_chains: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """mean U(data) - mean U(chains), with a small penalty on the size of U; and U of both.
+    """mean U(data) - mean U(chains) of the ``energy`` of a network, with a small penalty on its size; and U of both.
+
+    An energy has no zero: what is small is measured from the mean energy of the Gaussian that a network starts from, if
+    it starts from one. From 0, in many dimensions, the penalty would draw chains to the levels where that is highest.
 
     With a margin, a point that lies further than that below the chain at its level is drawn together with it, and not
     apart. The model gives it e^margin times the density of what it draws itself, and chains would gather there if they
@@ -50,11 +60,15 @@ def likelihood_loss(
     for a long time, and energies that nothing holds fall ever faster.
     """
     u_data, u_chains = energy(x_data, t_data), energy(x_chains, t_chains)
-    size = u_data.square().mean() + u_chains.square().mean()
     gap = u_data.mean() - u_chains.mean()
     if config.margin:
         gap = (u_data - u_chains + config.margin).abs().mean() - config.margin
-    loss = gap + config.energy_penalty * size
+    loss = gap
+    if config.energy_penalty:
+        base = getattr(network, "base", None)
+        usual = base.mean_energy if isinstance(base, DiffusedGaussian) else torch.zeros_like
+        size = (u_data - usual(t_data)).square().mean() + (u_chains - usual(t_chains)).square().mean()
+        loss = gap + config.energy_penalty * size
     return loss, u_data, u_chains
 
 

@@ -84,7 +84,9 @@ def evaluate(trained: Trained) -> tuple[Summary, Arrays]:
     model, config = trained.model, trained.config
     line = line_quadrature(lambda x: model.energy(x.astype(np.float32), 0))
     at_zero = model.to_data(trained.chains.x[trained.chains.t == 0])
-    held = trained.dataset.standardise(trained.dataset.train[: config.long_run_chains])
+    # Rows come in the order of their modes.
+    rows = torch.linspace(0, len(trained.dataset.train) - 1, min(config.long_run_chains, len(trained.dataset.train)))
+    held = trained.dataset.standardise(trained.dataset.train[rows.round().long()])
     long_end = model.to_data(long_run(trained, held, config.kernel, "long run")[0])
     post = model.to_data(_post(trained))
     modes = model.energy(np.array([[-2.0], [2.0]], dtype=np.float32), 0)

@@ -230,7 +230,7 @@ class HeldOut:
         spread = (x - x.mean(0)).square().flatten(1).mean(1).double().cpu() / variance
         return Moments(
             abs(float(x.mean()) - math.sqrt(abar) * self.mean) / math.sqrt(variance),
-            float(x.var(0).mean()) / variance,
+            _variance(x, chain) / variance,
             float(u_held.mean() - u.mean()),
             _chain_error(brightness, chain),
             _chain_error(spread, chain),
@@ -315,6 +315,20 @@ def own_image_gap(trained: Trained) -> Summary:
         )
     gap, error = ([row[k] for row in rows] for k in (0, 1))
     return {"own_image_gap_by_level": gap, "own_image_gap_range": _range(gap), "own_image_gap_se_by_level": error}
+
+
+def _variance(x: Tensor, chain: Tensor) -> float:
+    """Variance of a pixel, averaged over pixels: half the squared difference of two draws of different chains.
+
+    Draws of one chain resemble each other: with m chains in all, that of all draws would be short by 1 / m.
+    """
+    flat = x.flatten(1).double().cpu()
+    names, index, count = torch.unique(chain.cpu(), return_inverse=True, return_counts=True)
+    sums = torch.zeros(len(names), flat.shape[1], dtype=flat.dtype).index_add_(0, index, flat)
+    squares = torch.bincount(index, flat.square().sum(1))
+    n, within = len(flat), (count * squares - sums.square().sum(1)).sum()
+    pairs = n * squares.sum() - sums.sum(0).square().sum() - within
+    return float(pairs / (n**2 - count.square().sum())) / flat.shape[1]
 
 
 def _chain_error(values: Tensor, chain: Tensor) -> float:
