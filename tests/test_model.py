@@ -330,7 +330,8 @@ def test_sampling_leaves_the_run_alone(tmp_path: Path, method: str):
     assert files == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
 
-def test_samples_are_in_data_units():
+@pytest.mark.parametrize("visits", [2, None])
+def test_samples_are_in_data_units(visits: int | None):
     """exp(-|z|^2 / 2) at every level is N(shift, scale^2) in data units, and the start from noise is exact.
 
     Chains that start in equilibrium stay there: 5 standard errors of the mean and of the variance.
@@ -341,7 +342,7 @@ def test_samples_are_in_data_units():
             return x.square().sum(1) / 2 + 0 * t
 
     count = 4000
-    x = known(network=Flat()).sample(count, visits=2)
+    x = known(network=Flat()).sample(count, visits=visits)
     z = (x - SHIFT) / SCALE
     assert abs(z.mean()) < 5 / np.sqrt(z.size)
     assert abs((z**2).mean() - 1) < 5 * np.sqrt(2 / z.size)
@@ -404,9 +405,9 @@ def test_cleaning_removes_the_floor(clean: bool):
     """With U = |z|^2 / 2 Tweedie's formula is z (1 - floor^2)."""
     floor = 0.5
     model = known(floor)
-    drawn = model.draw(6, torch.Generator().manual_seed(2)).x
-    expected = SHIFT + SCALE * drawn * (1 - floor**2 if clean else 1)
-    assert model.sample(6, seed=2, clean=clean) == pytest.approx(expected.numpy(), rel=1e-5)
+    noisy = model.sample(6, seed=2, clean=False)
+    expected = SHIFT + (noisy - SHIFT) * (1 - floor**2 if clean else 1)
+    assert model.sample(6, seed=2, clean=clean) == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_units_are_a_pair():
@@ -442,9 +443,11 @@ def test_labels_that_do_not_mix_are_said(monkeypatch: pytest.MonkeyPatch):
         model.trip = trip
         calls.clear()
         with pytest.raises(DaebmError, match="3 of 3 chains"):
-            model.sample(3)
+            model.sample(3, visits=1)
         # Nothing known: the levels squared. Less than the least: the least.
         assert len(calls) == sampling.patience(3, {None: model.ladder.levels**2, 2.0: 5, 30.0: 30.0}[trip])
+        with pytest.raises(DaebmError, match="0 of 3 samples were found in 20 looks at 64 chains"):
+            model.sample(3)
 
 
 def count_transitions(monkeypatch: pytest.MonkeyPatch) -> list[None]:

@@ -106,7 +106,7 @@ def counted(it: Closed) -> tuple[Sampler, list[int]]:
     return it.sampler._replace(energy=energy), rows
 
 
-@pytest.mark.parametrize("way", ["transitions", "until_visits", "annealed", "recovery"])
+@pytest.mark.parametrize("way", ["transitions", "until_visits", "looked_at", "annealed", "recovery"])
 def test_every_way_of_sampling_counts_its_gradients_right(way: str):
     it = closed()
     sampler, rows = counted(it)
@@ -115,6 +115,8 @@ def test_every_way_of_sampling_counts_its_gradients_right(way: str):
         drawn = sampling.transitions(sampler, start, 3, seeded(4))
     elif way == "until_visits":
         drawn = sampling.until_visits(sampler, start, 2, seeded(4))
+    elif way == "looked_at":
+        drawn = sampling.looked_at(sampler, start, 25, 2, 3, seeded(4))
     elif way == "annealed":
         drawn = sampling.annealed(sampler, start, 5, seeded(4))
     else:
@@ -125,10 +127,60 @@ def test_every_way_of_sampling_counts_its_gradients_right(way: str):
     broken = {
         "transitions": lambda: sampling.transitions(nowhere, start, 3, seeded(4)),
         "until_visits": lambda: sampling.until_visits(nowhere, start._replace(t=0 * start.t), 1, seeded(4), 50),
+        "looked_at": lambda: sampling.looked_at(nowhere, start._replace(t=0 * start.t), 20, 2, 3, seeded(4)),
         "annealed": lambda: sampling.annealed(nowhere, start, 5, seeded(4)),
         "recovery": lambda: sampling.recovery(nowhere, start, seeded(4)),
     }[way]()
     assert broken.refused > 0
+
+
+# At set times, or when a chain arrives.
+
+
+def wide_and_narrow() -> tuple[Sampler, Any]:
+    """A ladder of .7 N(0, I) and, six sds away, .3 of a kind that is 33 times as narrow; which of points are of it."""
+    means, sds = torch.tensor([[0.0, 0.0], [6.0, 0.0]], dtype=torch.float64), torch.tensor([1, 0.03]).double()
+    weights = torch.tensor([0.7, 0.3], dtype=torch.float64)
+    middle = weights @ means
+    scale = ((weights @ (means - middle).square()).sum() / 2 + weights @ sds.square()).sqrt()
+    means, sds = (means - middle) / scale, sds / scale
+    ladder = Ladder.geometric(2, floor=0.05)
+    levels = [
+        Mixture(
+            weights, [Gaussian(a.sqrt() * m, (a * s**2 + v).sqrt().expand(2)) for m, s in zip(means, sds, strict=True)]
+        )
+        for a, v in zip(ladder.abar, ladder.variance, strict=True)
+    ]
+    energy = LabelledLadder(torch.full((ladder.levels,), 1 / ladder.levels, dtype=torch.float64), levels)
+    sigma = 0.9 * (ladder.abar * sds[1] ** 2 + ladder.variance).sqrt()
+
+    def narrow(x: Tensor) -> Tensor:
+        return (x - means[1]).norm(dim=1) < (x - means[0]).norm(dim=1)
+
+    return Sampler(KERNELS["mala"], energy, ladder, sigma, 10, full(ladder.top)), narrow
+
+
+@pytest.mark.parametrize(("way", "right"), [("looked_at", True), ("until_visits", False)])
+def test_kinds_have_their_shares_however_narrow_they_are(way: str, right: bool) -> None:
+    """Ten round trips of 14 transitions from noise, and a look a trip. Planted: each chain at its second arrival."""
+    sampler, narrow = wide_and_narrow()
+    noise = sampling.from_noise(sampler, (2,), 1200, seeded(1))
+    start, count = noise._replace(x=noise.x.double()), 1200
+    if way == "looked_at":
+        drawn = sampling.looked_at(sampler, start, count, 140, 14, seeded(2))
+    else:
+        drawn = sampling.until_visits(sampler, start, 2, seeded(2))
+    assert len(drawn.x) == count and bool((drawn.t == 0).all())
+    z = (float(narrow(drawn.x).double().mean()) - 0.3) / math.sqrt(0.3 * 0.7 / count)
+    assert (abs(z) < SIGMAS) == right
+
+
+def test_looks_that_find_nothing_end():
+    it = closed()
+    start = Drawn(torch.zeros(10, 1, dtype=torch.float64), torch.full((10,), 3), 0)
+    nowhere = it.sampler._replace(energy=lambda x, t: x.sum(1) * torch.nan)
+    with pytest.raises(DaebmError, match="0 of 5 samples were found in 40 looks at 10 chains"):
+        sampling.looked_at(nowhere, start, 5, 2, 1, seeded(2))
 
 
 # Algorithm 3.

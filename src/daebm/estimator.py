@@ -34,7 +34,6 @@ from daebm.units import Floats, Units
 PER_SCORE = ("calibration", "validation", "examples")  # attributes that hold an array for each of them
 CALIBRATION, LARGEST_CALIBRATION = 5, 1000  # one row in five is kept for calibration, up to so many
 VALIDATION = 10  # one row in ten is kept to watch training by, up to LARGEST_VALIDATION
-SAMPLE_VISITS = 8  # to level 0 before a chain is taken as a sample: the first one alone comes too early
 # Streams of their own, beside the training's, which starts at the seed itself.
 SAMPLE_SEED, NOISE_SEED = 70_000_027, 80_000_023
 DECIMALS = 9  # of a score, in nats
@@ -269,9 +268,7 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
             if random_state is None
             else int(check_random_state(random_state).randint(2**31 - 1))
         )
-        # Labels that carry x have a quicker way, which `Model.sample` takes when it is given no number of visits.
-        visits = None if self.config_.label_move == "carry" else SAMPLE_VISITS
-        x = torch.from_numpy(self.model_.sample(int(n_samples), seed, visits).astype(np.float64))
+        x = torch.from_numpy(self.model_.sample(int(n_samples), seed).astype(np.float64))
         return self.units_.to_user(self.model_.standardise(x).numpy())
 
     @property

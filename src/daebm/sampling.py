@@ -19,6 +19,8 @@ from daebm.samplers import langevin
 from daebm.samplers.langevin import Info, Kernel, State
 from daebm.samplers.mgms import Energy, LabelMove, at_level, carried_to, transition
 
+LOOKS = 20  # times as many looks as it should take are too many
+
 
 class Drawn(NamedTuple):
     """Samples x (n, ...), their levels (n,); of all together, gradients spent and refusals of what was not finite."""
@@ -105,6 +107,30 @@ def until_visits(
         gradients += (sampler.steps + 1) * len(active)
         refused += int(info.refused)
     return Drawn(x, t, gradients, refused)
+
+
+def looked_at(sampler: Sampler, start: Drawn, count: int, settle: int, apart: int, generator: torch.Generator) -> Drawn:
+    """``count`` samples: x of the chains at t = 0 after ``settle`` transitions, and again every ``apart``.
+
+    At a time that is set beforehand the law at t = 0 is the model's, as far as chains have settled. When a chain
+    arrives there (Algorithm 3) is no such time: kinds of points from which labels travel fast are seen too often.
+    """
+    _positive(count=count, settle=settle, apart=apart)
+    here, found, seen = transitions(sampler, start, settle, generator), 0, []
+    most = LOOKS * math.ceil(count * sampler.ladder.levels / len(start.x))
+    while True:
+        seen.append(here.x[here.t == 0])
+        found += len(seen[-1])
+        if found >= count:
+            x = torch.cat(seen)[:count]
+            return Drawn(x, torch.zeros(count, dtype=torch.long, device=x.device), here.gradients, here.refused)
+        if len(seen) == most:
+            raise DaebmError(
+                f"{found} of {count} samples were found in {most} looks at {len(here.x)} chains, and there should be "
+                "one at each level: the labels of this model hardly mix; train it for longer, on more levels or with "
+                "a larger noise floor"
+            )
+        here = transitions(sampler, here, apart, generator)
 
 
 def annealed(
