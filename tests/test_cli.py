@@ -20,7 +20,7 @@ import torch
 
 from daebm import checkpoint, report, runs
 from daebm.cli import main
-from daebm.config import Config, resolve
+from daebm.config import Config, explained, resolve
 from daebm.data import Dataset
 from daebm.errors import DaebmError, InputError
 from daebm.experiments import EXPERIMENTS, gaussian_1d
@@ -173,11 +173,16 @@ def test_list_names_everything(cli: Cli):
 def test_show_lists_the_settings_that_a_run_would_use(cli: Cli, method: str, tmp_path: Path):
     ended = cli("show", "gaussian-1d", "--preset", "quick", "--method", method, *sets(iterations=7))
     assert ended.status == 0
-    shown = dict(line.split(maxsplit=1) for line in ended.out.splitlines() if len(line.split(maxsplit=1)) == 2)
-    assert shown["iterations"] == "7"
-    assert shown["method"] == method
+    assert shown(ended.out)["iterations"] == "7"
+    assert shown(ended.out)["method"] == method
     assert "Cost" in ended.out
     assert tree(tmp_path) == {}
+
+
+def shown(out: str) -> dict[str, str]:
+    """Settings and values; what they mean comes after a #."""
+    lines = [line[2:].split("  # ")[0].split(maxsplit=1) for line in out.splitlines() if line[:2] in ("  ", "* ")]
+    return {words[0]: words[1].strip() for words in lines if len(words) == 2 and words[0] != "other"}
 
 
 def test_what_show_prints_is_what_set_takes(cli: Cli):
@@ -185,8 +190,7 @@ def test_what_show_prints_is_what_set_takes(cli: Cli):
     out = cli("show", "gaussian-1d", "--preset", "paper", "--method", "cd").out
     config = resolve("gaussian-1d", gaussian_1d.PRESETS, "cd", "paper")
     fixed = ("experiment", "method", "preset", "seed")
-    lines = [line.split(maxsplit=1) for line in out.splitlines() if line.startswith("  ")]
-    given = {words[0]: words[1] for words in lines if words[0] not in fixed and len(words) == 2}
+    given = {name: value for name, value in shown(out).items() if name not in fixed}
     assert set(given) == set(config.to_json()) - set(fixed)
     assert resolve("gaussian-1d", gaussian_1d.PRESETS, "cd", "paper", overrides=given) == config
 
@@ -596,6 +600,8 @@ def test_bad_settings(cli: Cli, tmp_path: Path, setting: str, word: str, method:
         (["gaussian-1d", "--preset", "quick", "--seed", "-1"], "-1"),
         (["gaussian-1d", "--preset", "quick", "--seed", "100000000000000000000"], "100000000000000000000"),
         (["gaussian-1d", "--preset", "quick", "--threads", "-1"], "-1"),
+        (["gaussian-1d", "--preset", "quick", "--threads", "100000"], "100000"),
+        (["digits", "--preset", "quick", "--set", "train_size=5"], "train_size=5"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -664,6 +670,55 @@ def test_every_error_on_purpose_is_caught_by_the_command_line():
         assert issubclass(getattr(sys.modules["daebm.errors"], name), DaebmError)
 
 
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OSError(28, "No space left on device", "here/x"), ("here/x", "free some space")),
+        (OSError(30, "Read-only file system", "here"), ("here", "name another place")),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), ("out of memory",)),
+        (MemoryError(), ("out of memory",)),
+    ],
+    ids=["full", "read-only", "no memory", "no memory for numpy"],
+)
+def test_what_the_machine_refuses(cli: Cli, monkeypatch: pytest.MonkeyPatch, error: Exception, words: tuple[str, ...]):
+    def refuse(self: object) -> None:
+        raise error
+
+    monkeypatch.setattr("daebm.cli.List.__call__", refuse)
+    assert_one_sentence(cli("list"), *words)
+
+
+def test_errors_of_our_own_making_are_not_taken_for_a_lack_of_memory(cli: Cli, monkeypatch: pytest.MonkeyPatch):
+    def broken(self: object) -> None:
+        raise RuntimeError("shapes differ")
+
+    monkeypatch.setattr("daebm.cli.List.__call__", broken)
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        cli("list")
+
+
+def test_a_folder_comes_whole_or_not_at_all(tmp_path: Path):
+    """A write that fails names its file."""
+    out = tmp_path / "out"
+    with pytest.raises(OSError) as caught, checkpoint.new_folder(out) as new:
+        (new / "first").write_text("1")
+        with checkpoint.replacing(new / "second"):
+            raise OSError(28, "No space left on device")
+    assert caught.value.filename.endswith("second") and tree(tmp_path) == {}
+    out.mkdir()
+    with checkpoint.new_folder(out) as new:
+        (new / "first").write_text("1")
+    assert set(tree(tmp_path)) == {"out", "out/first"}
+
+
+def test_every_setting_is_explained(cli: Cli):
+    ended = cli("show", "gaussian-1d", "--preset", "quick")
+    assert set(explained()) >= set(Config().to_json()) - {"delta_last", "decay_factor", "step_maximum"}  # of a pair
+    lines = ended.out.splitlines()
+    assert [line for line in lines if line[2:].startswith("steps ") and "# L, Langevin steps per burst" in line]
+    assert [line for line in lines if line.startswith("* iterations")]
+
+
 # In a process of its own.
 
 
@@ -683,13 +738,17 @@ def test_bad_input_in_a_process(tmp_path: Path):
     assert tree(tmp_path) == {}
 
 
-def test_ctrl_c_leaves_a_run_that_can_be_resumed(cli: Cli, tmp_path: Path):
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_leaves_a_run_that_can_be_resumed(cli: Cli, tmp_path: Path, by: signal.Signals):
+    """So does the end of a batch job. Meanwhile nobody else may run in that folder, or begin anew there."""
     changes = {"iterations": 3000, "batch": 20, "store": 50, "checkpoint_every": 10}
     run = tmp_path / "run"
     process = in_process(*quick(run, **changes))
     while process.poll() is None and iteration_of(run) < 20:
         time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
+    for flag in ("--resume", "--overwrite"):
+        assert_one_sentence(cli(*quick(run, flag, **changes)), "another process", str(run))
+    process.send_signal(by)
     out, err = process.communicate()
     assert_one_sentence(Ended(process.returncode, out, err), "--resume")
     stopped = iteration_of(run)

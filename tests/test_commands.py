@@ -5,6 +5,7 @@ import re
 import shutil
 import sys
 import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,7 @@ def test_one_table_in_every_format(cli: Cli, fitted: Path, tmp_path: Path, kind:
     detector = DAEBM.load(tmp_path / "m")
     assert (detector.fpr, detector.score_by, detector.budget, detector.random_state) == (0.1, "profile", "small", 3)
     assert detector.floor_ == pytest.approx(0.2) and not hasattr(detector, "feature_names_in_")
-    np.testing.assert_array_equal(tables.whole(tables.open_data(tmp_path / name)), x)
+    np.testing.assert_array_equal(tables.whole(tmp_path / name, tables.open_data(tmp_path / name)), x)
 
 
 def test_notes_are_sentences(cli: Cli, tmp_path: Path) -> None:
@@ -158,9 +159,9 @@ def test_a_header_that_counts_is_no_row(tmp_path: Path) -> None:
     """pandas calls the columns of an array 0, 1, 2: were that a row, every score would belong to the row before."""
     (tmp_path / "x.csv").write_text("0,1\n5,6\n7,8\n")
     data = tables.open_data(tmp_path / "x.csv")
-    assert data.columns == ["0", "1"] and tables.whole(data).tolist() == [[5, 6], [7, 8]]
+    assert data.columns == ["0", "1"] and tables.whole(tmp_path, data).tolist() == [[5, 6], [7, 8]]
     (tmp_path / "x.csv").write_text("0\n1\n")
-    assert tables.whole(tables.open_data(tmp_path / "x.csv")).tolist() == [[0], [1]]
+    assert tables.whole(tmp_path, tables.open_data(tmp_path / "x.csv")).tolist() == [[0], [1]]
 
 
 # Scoring.
@@ -537,6 +538,25 @@ def test_help_names_what_a_newcomer_needs(cli: Cli) -> None:
     }.items():
         out = re.sub(r"\s+", " ", cli(command, "--help").out)
         assert all(option in out for option in options), out
+
+
+def test_a_column_is_named_once(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text("a,b\n1,2\n3,4\n")
+    with pytest.raises(InputError, match="--columns names 'a' twice"):
+        tables.open_data(tmp_path / "x.csv", ["a", "b", "a"])
+
+
+def test_large_rows_are_refused_before_all_of_them_are_read(tmp_path: Path) -> None:
+    read = []
+
+    def batches() -> Iterator[tables.Batch]:
+        for k in range(5):
+            read.append(k)
+            yield tables.Batch(np.zeros((1, 1, 100, 100)), [])
+
+    with pytest.raises(InputError, match="pictures has 10000 numbers, and at most 4096 are practical"):
+        tables.whole(tmp_path / "pictures", tables.Data([], batches()))
+    assert read == [0]
 
 
 def test_columns_belong_to_csv_files(tmp_path: Path) -> None:

@@ -60,6 +60,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])
+
+
 def __getattr__(name: str) -> Any:
     """The estimator brings scikit-learn with it, whose import takes as long as all the rest: only when asked for."""
     if name == "DAEBM":

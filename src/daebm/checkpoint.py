@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,8 +35,25 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:  # a full disk, say, or Ctrl-C: give the space back
+    except BaseException as error:  # a full disk, say, or Ctrl-C: give the space back
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):  # that of a write names no file
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A folder to fill, which becomes ``path``, new or empty, in one step; nothing is left if that fails."""
+    path = path.absolute()  # "." has no name
+    temporary = path.with_name(path.name + ".partial")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        os.replace(temporary, path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
@@ -48,11 +66,14 @@ def write_json(path: Path, value: Any) -> None:
     write_atomically(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text())
+        value = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON ({error}): restore it or start over") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds no JSON object: restore it or start over")
+    return value
 
 
 def write(folder: Path, name: str, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
@@ -101,7 +122,7 @@ def read(folder: Path, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if beside.exists():
         copy = read_json(beside)
         # A run killed between the two renames leaves the JSON of the state before; that one says so by its checksum.
-        if not isinstance(copy, dict) or (copy.pop("sha256", None) == metadata["sha256"] and copy != facts):
+        if copy.pop("sha256", None) == metadata["sha256"] and copy != facts:
             raise CheckpointError(f"{beside} was edited by hand: delete it, {path.name} holds the same facts")
     return tensors, facts
 

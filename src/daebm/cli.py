@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
+import signal
 import sys
+import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NoReturn
 
 import torch
 import tyro
 
 from daebm import checkpoint, engine, profile, report, runs
-from daebm.commands import Fit, Flag, Inspect, Sample, Score
-from daebm.config import Config, again, check_methods, resolve
+from daebm.commands import Fit, Flag, Inspect, Sample, Score, check_parent
+from daebm.config import Config, again, check_methods, explained, resolve
 from daebm.errors import DaebmError, DivergenceError, InputError
 from daebm.experiments import EXPERIMENTS, experiment
 from daebm.experiments.base import Experiment
 from daebm.images import load_images
 from daebm.methods import METHODS
 from daebm.model import load, model_folder
-from daebm.training import begin, step
+from daebm.training import begin, denoise, relate, step
 
 Name = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="EXPERIMENT")]
 Settings = Annotated[list[str], tyro.conf.UseAppendAction, tyro.conf.arg(name="set", metavar="KEY=VALUE")]
@@ -38,7 +41,7 @@ class Run:
     method: Annotated[str, tyro.conf.arg(metavar="METHOD")] = "da"
     """cd, persistent, noise, hybrid, drl or da; all runs every one with the same number of gradient evaluations."""
     preset: Annotated[str, tyro.conf.arg(metavar="PRESET")] = "default"
-    """quick (seconds, to try things), default (what we recommend) or paper (the paper's settings)."""
+    """quick (seconds to two minutes, to try things), default (what we recommend) or paper (the paper's settings)."""
     like: Annotated[Path | None, tyro.conf.arg(metavar="MODEL")] = None
     """In place of a preset: the settings of a run or a model; fashion-mnist and mnist come with this package."""
     seed: int = 0
@@ -58,13 +61,17 @@ class Run:
     threads: int = 0
     """CPU threads; 0 leaves torch's choice."""
 
+    @property
+    def folder(self) -> Path:
+        return self.out or Path("runs") / f"{self.experiment}-{self.method}-{self.preset}-{self.seed}"
+
     def __call__(self) -> None:
         _set_threads(self.threads)
         if self.data_dir is not None:
             os.environ["DAEBM_DATA"] = str(self.data_dir)
         if self.resume and self.overwrite:
             raise InputError("--resume and --overwrite exclude each other: give one of them")
-        out = self.out or Path("runs") / f"{self.experiment}-{self.method}-{self.preset}-{self.seed}"
+        out = self.folder
         it = experiment(self.experiment)
         configs = {
             name: _config(it, name, self.preset, self.like, self.seed, self.settings)
@@ -109,6 +116,7 @@ class Pack:
     """An empty or new folder."""
 
     def __call__(self) -> None:
+        check_parent(self.out)
         print(f"{self.out}: {runs.pack(self.run, self.out)}")
 
 
@@ -127,7 +135,7 @@ class List:
 
 @dataclass
 class Show:
-    """Show the resolved settings of a run and an estimate of its cost, without running it."""
+    """Show the settings of a run, what each of them means, and what the run will cost, without running it."""
 
     experiment: Name
     """gaussian-1d, four-rings, digits, fashion-mnist or mnist."""
@@ -146,17 +154,20 @@ class Show:
         _set_threads(self.threads)
         it = experiment(self.experiment)
         config = _config(it, self.method, self.preset, self.like, 0, self.settings)
-        for name in (f.name for f in dataclasses.fields(config)):
-            value = getattr(config, name)
-            print(f"  {name:<18} {value if isinstance(value, str) else json.dumps(value)}")
+        meaning = explained()
+        for setting in dataclasses.fields(config):
+            name, value = setting.name, getattr(config, setting.name)
+            text = value if isinstance(value, str) else json.dumps(value)
+            said = f"  # {meaning[name]}" if name in meaning else ""
+            print(f"{'*' if value != setting.default else ' '} {name:<18} {text:<14}{said}".rstrip())
+        print("* other than the default")
         gradients = config.gradients(config.iterations)
         try:
             engine.check(config)
         except InputError as error:  # the settings can be read all the same
             time_needed = f"not timed: {error}"
         else:
-            seconds = _seconds_per_iteration(config) * config.iterations
-            time_needed = f"about {seconds:,.0f} s here, {torch.get_num_threads()} threads"
+            time_needed = f"about {_seconds(config):,.0f} s here, {torch.get_num_threads()} threads"
         long_run = config.long_run_chains * config.long_run_steps
         print(
             f"Cost: {config.iterations:,} iterations, {gradients:.3g} energy gradients in training "
@@ -193,8 +204,10 @@ class Ood:
             raise InputError(f"--scores takes {', '.join(profile.NAMES)}, got {wrong or 'none'}")
         if self.images < 0:
             raise InputError(f"--images must be 0 or more, got {self.images}")
-        if self.out is not None and self.out.exists():
-            raise InputError(f"{self.out} is there already: choose another --out")
+        if self.out is not None:
+            if self.out.exists():
+                raise InputError(f"{self.out} is there already: choose another --out")
+            check_parent(self.out)
         if self.device not in ("cpu", "cuda") or (self.device == "cuda" and not torch.cuda.is_available()):
             raise InputError(f"--device {self.device} is not to be had here: leave it out")
         model = load(self.model).to(self.device)
@@ -218,13 +231,13 @@ class Ood:
         for line in (*lines, (), ("AUROC of", "less that of", "set", "difference"), *paired):
             print("  ".join(f"{cell:<22}" for cell in line).rstrip())
         if self.out is not None:
-            self.out.mkdir(parents=True)
             everything = {"model": self.model, "rows": detection.rows(found), "differences": differences}
-            checkpoint.write_json(self.out / "ood.json", everything)
             pictures = "".join(report.inline(k, report.png(v)) for k, v in detection.figures(found).items())
             body = f"<h1>{inside} against other images</h1>" + report.table(lines) + pictures
             body += report.table([("AUROC of", "less that of", "set", "difference"), *paired])
-            report.write_page(self.out / "report.html", f"daebm: ood {self.model}", body)
+            with checkpoint.new_folder(self.out) as new:
+                checkpoint.write_json(new / "ood.json", everything)
+                report.write_page(new / "report.html", f"daebm: ood {self.model}", body)
             print(f"report: {self.out / 'report.html'}")
 
 
@@ -288,64 +301,87 @@ def _check_comparison_folder(out: Path) -> None:
 
 
 def _set_threads(threads: int) -> None:
-    if threads < 0:
-        raise InputError(f"threads must be 0 or more, got {threads}")
+    most = os.cpu_count() or 1
+    if not 0 <= threads <= most:
+        raise InputError(f"--threads must lie in 0..{most}, the cores of this machine, got {threads}")
     if threads:
         torch.set_num_threads(threads)
 
 
-def _seconds_per_iteration(config: Config, tries: int = 3) -> float:
-    """Time a few iterations after a first one."""
-    setup = begin(config, experiment(config.experiment).dataset(config))
-    step(setup).tolist()  # a GPU is done when its result can be read
-    clock = time.perf_counter()
-    for _ in range(tries):
-        step(setup).tolist()
-    return (time.perf_counter() - clock) / tries
+def _seconds(config: Config, tries: int = 3) -> float:
+    """Of training: a few iterations of every part are timed, after a first one."""
+    setup, total = begin(config, experiment(config.experiment).dataset(config)), 0.0
+    for part, count in ((denoise, config.denoise), (relate, config.relate), (step, config.iterations - config.warm)):
+        if count:
+            part(setup).tolist()  # a GPU is done when its result can be read
+            clock = time.perf_counter()
+            for _ in range(tries):
+                part(setup).tolist()
+            total += (time.perf_counter() - clock) / tries * count
+    return total
+
+
+COMMANDS: dict[str, Any] = {
+    "fit": Fit,
+    "score": Score,
+    "sample": Sample,
+    "inspect": Inspect,
+    "run": Run,
+    "list": List,
+    "show": Show,
+    "report": Report,
+    "pack": Pack,
+    "ood": Ood,
+}
 
 
 def main() -> None:
     """Entry point: user errors become one sentence and exit status 2."""
-    command = tyro.extras.subcommand_cli_from_dict(
-        {
-            "fit": Fit,
-            "score": Score,
-            "sample": Sample,
-            "inspect": Inspect,
-            "run": Run,
-            "list": List,
-            "show": Show,
-            "report": Report,
-            "pack": Pack,
-            "ood": Ood,
-        },
-        prog="daebm",
-        description="Energy-based models that can be trusted: for data of your own fit, score, sample and inspect; for "
-        "the experiments of this package run, list, show, report, pack and ood.",
-    )
+    command = None
+    for name in ("SIGTERM", "SIGHUP"):  # of batch systems and closed terminals: ended as Ctrl-C ends it
+        if hasattr(signal, name) and threading.current_thread() is threading.main_thread():
+            signal.signal(getattr(signal, name), _interrupt)
     try:
+        command = tyro.extras.subcommand_cli_from_dict(
+            COMMANDS,
+            prog="daebm",
+            description="Energy-based models that can be trusted: for data of your own fit, score, sample and inspect; "
+            "for the experiments of this package run, list, show, report, pack and ood.",
+        )
         command()
     except BrokenPipeError:  # `daebm show ... | head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (DaebmError, OSError) as error:
-        print(f"daebm: {error}", file=sys.stderr)
-        sys.exit(2)
-    except torch.OutOfMemoryError:
-        print(
-            "daebm: the GPU is out of memory: lower batch, block or width (--set batch=100), or free it of other work",
-            file=sys.stderr,
+        _fail(_sentence(error) if isinstance(error, OSError) else str(error))
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            _fail("the GPU is out of memory: lower batch, block or width (--set batch=100), or free it of other work")
+        if not isinstance(error, MemoryError) and "can't allocate memory" not in str(error):
+            raise
+        _fail(
+            "out of memory: give fewer rows or columns or smaller pictures (--size), lower width, batch or store "
+            "(--set), or free it"
         )
-        sys.exit(2)
-    except MemoryError:
-        print(
-            "daebm: out of memory: give fewer rows or columns, smaller pictures (--size), or free it", file=sys.stderr
-        )
-        sys.exit(2)
     except KeyboardInterrupt:
-        go_on = "; the same command with --resume continues" if isinstance(command, Run) else ""
-        print(f"daebm: interrupted{go_on}", file=sys.stderr)
+        there = isinstance(command, Run) and runs.holds_run(command.folder)
+        print(f"daebm: interrupted{'; the same command with --resume continues' if there else ''}", file=sys.stderr)
         sys.exit(130)
+
+
+def _interrupt(number: int, frame: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _fail(sentence: str) -> NoReturn:
+    print(f"daebm: {sentence}", file=sys.stderr)
+    sys.exit(2)
+
+
+def _sentence(error: OSError) -> str:
+    """What, where, what to do: the system says the first of them, and the second if it knows."""
+    advice = "free some space" if error.errno in (errno.ENOSPC, errno.EFBIG) else "check the path"
+    return f"{error.filename or 'a file'}: {error.strerror or error}: {advice} or name another place"
 
 
 if __name__ == "__main__":

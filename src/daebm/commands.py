@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
+import os
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -43,7 +44,7 @@ class Fit:
 
     data: DataPath
     """A table with a row for each observation, images (n, h, w) or (n, c, h, w) in an npy file, or a folder."""
-    out: Annotated[Path, tyro.conf.arg(metavar="MODEL")]
+    out: Annotated[Path, tyro.conf.arg(metavar="MODEL", aliases=["-o"])]
     """Folder for the model."""
     fpr: float = 0.01
     """False-alarm rate: the share of normal rows that will be flagged."""
@@ -70,9 +71,11 @@ class Fit:
             raise InputError(f"--score-by of fit is {' or '.join(FITTED)}, got {self.score_by}")
         with _model_folder(self.out, self.overwrite):
             data = tables.open_data(self.data, self.columns, self.size)
-            x = tables.whole(data)
+            x = tables.whole(self.data, data)
             if len(x) < LEAST_ROWS:
                 raise InputError(f"{self.data} has {len(x)} rows, too few to learn from: give at least {LEAST_ROWS}")
+            header = "" if self.data.suffix.lower() not in (".csv", ".tsv") or data.columns else ", no header"
+            print(f"{self.data}: {len(x)} rows of shape {tuple(x.shape[1:])}{header}")
             detector = DAEBM(
                 score_by=self.score_by,
                 fpr=self.fpr,
@@ -147,7 +150,7 @@ class Score:
 
 @dataclass
 class Sample:
-    """Draw new rows or pictures from a model, started from noise."""
+    """Draw new rows or pictures from a model, started from noise; values may lie a little beyond those of the data."""
 
     model: ModelName
     """Folder that `daebm fit` or `daebm run` has written, or fashion-mnist or mnist, which come with this package."""
@@ -260,8 +263,14 @@ def _check_file(path: Path, suffixes: tuple[str, ...], overwrite: bool) -> None:
         raise InputError(f"{path} is a folder: choose another --out")
     if path.exists() and not overwrite:
         raise InputError(f"{path} is there already: add --overwrite or choose another --out")
+    check_parent(path)
+
+
+def check_parent(path: Path) -> None:
     if not path.parent.is_dir():
         raise InputError(f"there is no folder {path.parent}: make it or choose another --out")
+    if not os.access(path.parent, os.W_OK):
+        raise InputError(f"cannot write to the folder {path.parent}: choose another --out")
 
 
 @contextlib.contextmanager

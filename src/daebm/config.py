@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 import json
 import math
+import re
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
@@ -21,10 +23,10 @@ PRECISIONS = ("fp32", "tf32x2", "drafted", "tf32", "fp16", "bf16")
 class Config:
     """The resolved settings of one run. Budgets are iterations: nothing reads the clock."""
 
-    experiment: str = "own-data"
-    method: str = "da"
-    preset: str = "own"
-    seed: int = 0
+    experiment: str = "own-data"  # what is trained on
+    method: str = "da"  # cd, persistent, noise, hybrid, drl or da
+    preset: str = "own"  # where the settings come from
+    seed: int = 0  # everything random follows from it
 
     # Data
     train_size: int = 0  # points drawn for synthetic data; 0 takes the experiment's own number
@@ -51,11 +53,11 @@ class Config:
     octaves: int = 0  # level-mlp: sin and cos features at frequencies 1, 2, 4, ..
 
     # Optimiser
-    iterations: int = 1000
+    iterations: int = 1000  # of all parts: denoise and relate first, finish last
     batch: int = 100  # data points, and chains, per iteration
-    optimiser: str = "adam"
-    learning_rate: float = 1e-3
-    beta1: float = 0.0
+    optimiser: str = "adam"  # adam or sgd
+    learning_rate: float = 1e-3  # while chains persist
+    beta1: float = 0.0  # Adam's momentum
     denoise: int = 0  # iterations of denoising score matching first, a warm start
     denoise_rate: float = 1e-3  # learning rate then, falling linearly to 0
     relate: int = 0  # then iterations that learn to tell the level of carried data beside it (level networks)
@@ -79,18 +81,18 @@ class Config:
     bursts: int = 1  # bursts per iteration, each followed by a label move (methods with levels)
     label_move: str = "full"  # full, block, local, or carry: a block that takes x along (level networks)
     block: int = 8  # labels per block
-    store: int = 10_000
+    store: int = 10_000  # chains that persist
     start: str = "data"  # the store begins as diffused data or as noise
     restart: float = -1.0  # probability of a fresh start from noise; -1 takes the method's own
     step_size: float = 0.1  # sigma of a plain EBM; with levels sigma_t is this times the level's noise sd
     adapt_every: int = 50  # iterations between step-size adaptations; 0 keeps the steps fixed
-    step_minimum: float = 1e-5
+    step_minimum: float = 1e-5  # bounds of the adapted steps
     step_maximum: float = 3.0
     reject_from: int = 0  # iteration from which Metropolis rejections are on (the paper warms up without)
 
     # Guard and bookkeeping
-    checkpoint_every: int = 500
-    log_every: int = 50
+    checkpoint_every: int = 500  # iterations; the precision is checked then too
+    log_every: int = 50  # iterations
     maximum_gap: float = 1e5  # |mean U(data) - mean U(chains)|, or a loss, above this is an explosion
     maximum_rollbacks: int = 3  # roll-backs to the last good checkpoint before giving up
     compile: bool = False  # compile the step in training and long runs (on a GPU as a graph); changes rounding only
@@ -100,8 +102,8 @@ class Config:
     # Evaluation after training
     post_chains: int = 1000  # chains started from noise
     post_transitions: int = 250  # MGMS transitions (methods with levels)
-    long_run_chains: int = 1000
-    long_run_steps: int = 10_000
+    long_run_chains: int = 1000  # chains started from data, at t = 0
+    long_run_steps: int = 10_000  # steps of each
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -176,12 +178,8 @@ class Config:
         ):
             value = getattr(self, name)
             _require(self, name, value in choices, f"one of {', '.join(choices)}")
-        _require(
-            self,
-            "iterations",
-            self.iterations > self.warm + self.finish,
-            "more than denoise, relate and finish together",
-        )
+        parts = f"more than denoise={self.denoise}, relate={self.relate} and finish={self.finish} together"
+        _require(self, "iterations", self.iterations > self.warm + self.finish, parts)
         if self.margin and not self.level_rate:
             raise InputError("margin compares points and chains at the same levels: level_rate must not be 0")
         if self.finish and not (self.level_rate and self.average):
@@ -265,6 +263,11 @@ def _check_types(config: Config) -> None:
 def _require(config: Config, name: str, holds: bool, what: str) -> None:
     if not holds:
         raise InputError(f"{name} must be {what}, got {getattr(config, name)!r}")
+
+
+def explained() -> dict[str, str]:
+    """What every setting means, as the comments of `Config` say."""
+    return dict(re.findall(r"^    (\w+): .*?  # (.+)$", inspect.getsource(Config), re.MULTILINE))
 
 
 PresetTable = dict[str, dict[str, dict[str, Any]]]

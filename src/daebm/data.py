@@ -60,6 +60,7 @@ class Dataset:
     @classmethod
     def standardised(cls, name: str, train: Tensor, held_out: Tensor) -> Dataset:
         """Data with the shift and scale that give ``train`` mean 0 and sd 1 over all its numbers."""
+        train, held_out = torch.as_tensor(train), torch.as_tensor(held_out)  # arrays will do
         numbers = to_unit_range(train).double()
         return cls(name, train, held_out, float(numbers.mean()), float(numbers.std()))
 

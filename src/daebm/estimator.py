@@ -441,6 +441,7 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
                 f"the training rows are {chosen['gap']:.2g} nats likelier than held-out ones, so the model knows them "
                 f"by heart: give more rows, a smaller budget, or a larger floor (now {self.floor_:g})"
             )
+            more = "give more rows"  # a larger budget would make that worse
         if last["acceptance"] < LEAST_ACCEPTANCE:
             found.append(
                 f"only {last['acceptance']:.0%} of the sampler's steps are accepted, so training followed poor "

@@ -27,6 +27,14 @@ LARGEST_DIMENSION = 4096  # the data's own Gaussian has as many squared numbers
 LOOKS = 20  # at the held-out points during training
 
 
+def check_dimension(what: str, dimension: int) -> None:
+    if dimension > LARGEST_DIMENSION:
+        raise InputError(
+            f"{what} has {dimension} numbers, and at most {LARGEST_DIMENSION} are practical here: reduce it first, "
+            "by PCA or smaller images (--size)"
+        )
+
+
 def choose(z: Tensor, budget: str, floor: float | str, seed: int, settings: dict[str, Any] | None = None) -> Config:
     """The settings for standardised training points ``z`` (n, ...); ``settings`` overrule any of them."""
     if not isinstance(budget, str) or budget not in BUDGETS:
@@ -34,11 +42,7 @@ def choose(z: Tensor, budget: str, floor: float | str, seed: int, settings: dict
     if settings is not None and not isinstance(settings, dict):
         raise InputError(f"settings must be a dictionary of daebm.Config settings, got {type(settings).__name__}")
     rows, dimension = len(z), z[0].numel()
-    if dimension > LARGEST_DIMENSION:
-        raise InputError(
-            f"a row of X has {dimension} numbers, and at most {LARGEST_DIMENSION} are practical here: reduce it first, "
-            "by PCA or smaller images"
-        )
+    check_dimension("a row of X", dimension)
     iterations = max(30, round(BUDGETS[budget] * min(1, rows / ROWS)))
     values: dict[str, Any] = {
         "network": "level-mlp",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import os
@@ -10,6 +11,8 @@ import shlex
 import shutil
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +31,15 @@ from daebm.experiments.base import Arrays, Summary, Trained
 from daebm.state import CHECKPOINT, holds_state, read_resumable
 from daebm.training import begin, train
 
+try:
+    import fcntl
+except ImportError:  # Windows, where two runs in one folder are not told apart
+    fcntl = None  # type: ignore[assignment]
+
 CONFIG, SUMMARY, SAMPLES = "config.json", "summary.json", "samples.safetensors"
 # The evaluation draws from its own stream, so that looking at a model never changes a training run.
 EVALUATION_SEED = 10_000_019
+LINES = 10  # of a log, over a training
 
 
 def run(
@@ -38,10 +47,17 @@ def run(
 ) -> Summary:
     """Do, or continue, the run described by ``config`` in ``folder``; returns its summary."""
     dataset = check(config, tensorboard)  # before anything is written
+    with _alone(folder):
+        return _run(config, dataset, folder, resume, overwrite, tensorboard)
+
+
+def _run(config: Config, dataset: Dataset, folder: Path, resume: bool, overwrite: bool, tensorboard: bool) -> Summary:
     finished = _prepare(config, folder, resume, overwrite)
     if finished is not None:
         print(f"the run in {folder} is finished; --overwrite in place of --resume starts it again")
         return finished
+    if resume and not holds_state(folder):
+        print(f"{folder} has no checkpoint yet: the run begins at its beginning", file=sys.stderr)
     log = _Log(config, folder if tensorboard else None)
     try:
         state, _ladder = train(config, dataset, folder, resume, log)
@@ -68,6 +84,33 @@ def run(
     summary = _json(summary)
     checkpoint.write_json(folder / SUMMARY, summary)  # last: it says that everything is there
     return summary
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """No other process in the folder, which is made if need be; the lock goes with the process, however it ends."""
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{folder} is a file: choose another --out")
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise InputError(f"cannot write to {folder} ({error.strerror}): choose another --out") from error
+    try:
+        if fcntl is not None:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise InputError(
+                    f"another process is running in {folder}: wait for it, or choose another --out"
+                ) from error
+        yield
+    finally:
+        os.close(lock)
+        with contextlib.suppress(OSError):  # not empty: a run is there
+            for path in made:
+                path.rmdir()
 
 
 def check(config: Config, tensorboard: bool = False) -> Dataset:
@@ -117,17 +160,14 @@ def _prepare(config: Config, folder: Path, resume: bool, overwrite: bool) -> Sum
             done: Summary = checkpoint.read_json(summary)
             return done
         return None
-    if folder.exists() and not folder.is_dir():
-        raise InputError(f"{folder} is a file: choose another --out")
     there = holds_run(folder)
     if there and not overwrite:
         raise InputError(f"{folder} already holds a run: add --resume, --overwrite or choose another --out")
-    if not there and folder.exists() and any(path.suffix != ".partial" for path in folder.iterdir()):
+    if not there and any(path.suffix != ".partial" for path in folder.iterdir()):
         raise InputError(f"{folder} is not empty and holds no daebm run: choose another --out")
     try:
         if there:
             _delete(folder)
-        folder.mkdir(parents=True, exist_ok=True)
         checkpoint.write_json(folder / CONFIG, config.to_json())
     except OSError as error:
         raise InputError(f"cannot write to {folder} ({error.strerror}): choose another --out") from error
@@ -150,8 +190,9 @@ def pack(folder: Path, out: Path) -> str:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out} is not an empty folder: choose another --out")
     tensors, facts = read_resumable(folder)
-    said = portable.write(out / CHECKPOINT, tensors, facts)
-    checkpoint.write_json(out / CONFIG, facts["config"])  # last: now it is a run
+    with checkpoint.new_folder(out) as new:
+        said = portable.write(new / CHECKPOINT, tensors, facts)
+        checkpoint.write_json(new / CONFIG, facts["config"])
     return said
 
 
@@ -250,6 +291,7 @@ class _Log:
             mininterval=0.5,
             bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
         )
+        self.total, self.next_line = config.iterations, 0
         self.writer: Any = None
         if tensorboard_folder is not None:
             self.writer = _summary_writer()(str(tensorboard_folder / "tensorboard"))
@@ -264,9 +306,11 @@ class _Log:
                 file=sys.stderr,
             )
         else:
-            self.bar.set_postfix_str(
-                f"gap {metrics['gap']:+.3f}, acceptance {metrics['acceptance']:.2f}", refresh=False
-            )
+            now = f"gap {metrics['gap']:+.3f}, acceptance {metrics['acceptance']:.2f}"
+            self.bar.set_postfix_str(now, refresh=False)
+            if self.bar.disable and metrics["iteration"] >= self.next_line:  # a log, where a bar would be noise
+                print(f"iteration {metrics['iteration']} of {self.total}: {now}", flush=True)
+                self.next_line = metrics["iteration"] + self.total // LINES
             if self.writer is not None:
                 for key, value in metrics.items():
                     self.writer.add_scalar(key, value, metrics["iteration"])

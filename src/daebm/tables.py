@@ -17,6 +17,7 @@ import numpy as np
 
 from daebm.errors import InputError
 from daebm.images import picture, picture_files
+from daebm.recipe import check_dimension
 from daebm.units import Floats
 
 BATCH = 1 << 17  # numbers that are held at once
@@ -61,8 +62,13 @@ def open_data(path: Path, columns: Sequence[str] = (), size: int | None = None) 
     return Data([], _array(path, kind))
 
 
-def whole(data: Data) -> Floats:
-    return np.concatenate([batch.x for batch in data.batches])
+def whole(path: Path, data: Data) -> Floats:
+    """All rows at once, to be learned from: said before they fill the memory if they are too large for that."""
+    parts = []
+    for batch in data.batches:
+        check_dimension(f"a row of {path}", math.prod(batch.x.shape[1:]))
+        parts.append(batch.x)
+    return np.concatenate(parts)
 
 
 # Tables of text.
@@ -84,6 +90,8 @@ def _csv(path: Path, columns: Sequence[str]) -> Data:
     if missing := [name for name in columns if name not in names]:
         there = ", ".join(names[:20]) + (", .." if len(names) > 20 else "")
         raise InputError(f"{path} has no column {missing[0]!r}, only {there}: add it or choose others (--columns)")
+    if again := [name for i, name in enumerate(columns) if name in columns[:i]]:
+        raise InputError(f"--columns names {again[0]!r} twice: name every column once")
     taken = [names.index(name) for name in columns] or list(range(len(names)))
     return Data([names[i] for i in taken] if named else [], _csv_batches(path, names, taken, named))
 
@@ -160,8 +168,8 @@ def _numbers(path: Path, names: list[str], taken: list[int], lines: list[tuple[i
                 )
             if value is None:
                 raise InputError(
-                    f"{where} holds {_short(cells[i])}, which is no number: code it as one, or leave the column out "
-                    "(--columns)"
+                    f"{where} holds {_short(cells[i])}, which is no number: write it as one (0.5, not 0,5; a category "
+                    "as 0 and 1), or leave the column out (--columns)"
                 )
             if not math.isfinite(value):
                 raise InputError(f"{where} holds {_short(cells[i])}: fill in a finite number or take the line out")

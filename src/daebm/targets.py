@@ -32,6 +32,12 @@ class Gaussian:
     mean: Tensor
     sd: Tensor
 
+    def __post_init__(self) -> None:
+        if not (isinstance(self.mean, Tensor) and isinstance(self.sd, Tensor) and self.mean.shape == self.sd.shape):
+            raise InputError("mean and sd must be torch tensors of one shape (d,): wrap them in torch.as_tensor")
+        if not bool((self.sd > 0).all()):
+            raise InputError(f"every sd must be positive, got {self.sd.tolist()}")
+
     def __call__(self, x: Tensor) -> Tensor:
         z = (x - self.mean) / self.sd
         return (z.square() / 2 + self.sd.log() + LOG_2PI / 2).sum(1)
@@ -47,6 +53,14 @@ class Mixture:
 
     weights: Tensor
     components: Sequence[Target]
+
+    def __post_init__(self) -> None:
+        total = float(self.weights.double().sum())
+        if bool((self.weights < 0).any()) or abs(total - 1) > 1e-4 or len(self.weights) != len(self.components):
+            raise InputError(
+                f"weights must be one of 0 or more for each of {len(self.components)} components and add up to 1, got "
+                f"{self.weights.tolist()}"
+            )
 
     def __call__(self, x: Tensor) -> Tensor:
         log_p = torch.stack([-component(x) for component in self.components], dim=1)

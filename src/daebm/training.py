@@ -58,6 +58,8 @@ class Setup:
 def begin(config: Config, dataset: Dataset, network: nn.Module | None = None) -> Setup:
     """Data on the device, the ladder and the state before the first iteration; refuses what cannot be trained."""
     device = engine.check(config)
+    if not isinstance(dataset, Dataset):
+        raise InputError(f"train takes a daebm.Dataset, got {type(dataset).__name__}: see Dataset.standardised")
     points = dataset.standardise(dataset.train)
     check_finite(f"the training data of {dataset.name}", points)
     if config.batch > len(points):
