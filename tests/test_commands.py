@@ -256,8 +256,8 @@ def test_pictures(cli: Cli, picture_model: Path, tmp_path: Path) -> None:
     assert found[-1]["file"] == "zebra.png" and found[-1]["flag"] == "1"
     assert cli("sample", picture_model, "-n", 5, "-o", "s.png").status == 0
     sheet = np.array(Image.open(tmp_path / "s.png"))
-    assert sheet.shape == (2 * 50, 3 * 50)  # 6 pixels eight times as large, and a line around
-    assert (sheet[50:, 100:] == 255).all() and 90 < np.median(sheet[2:48, 2:48]) < 150
+    assert sheet.shape == (2 * 104, 3 * 104)  # 6 pixels 17 times as large, and a line around
+    assert (sheet[104:, 208:] == 255).all() and 90 < np.median(sheet[2:102, 2:102]) < 150
     assert cli("inspect", picture_model, "-o", "r.html").status == 0
     assert_self_contained(tmp_path / "r.html")
 

@@ -208,7 +208,18 @@ def test_baselines_tell_bars_that_lie_from_bars_that_stand() -> None:
     assert {row["score"] for row in table} == {"PCA-50", "5-neighbour", "Gaussian"}
     assert all(len(row[measure]) == 3 for row in table for measure in MEASURES)
     assert len(detection.lines(found)) == 1 + len(table)
-    assert set(detection.figures(found)) == {"histograms", "curves"}
+    drawn = detection.figures(found)
+    assert set(drawn) == {"histograms", "curves"}
+    roc, precision = drawn["curves"].axes
+    assert roc.get_xscale() == "log" and roc.get_xlim()[0] < 1 / 200 and precision.get_ylim()[0] == 0
+
+
+def test_scores_far_out_are_counted_and_leave_room_for_the_others() -> None:
+    inside, outside = RANDOM.normal(size=400), RANDOM.normal(size=400)
+    outside[:100] = -1e6
+    found = detection.Detection({"Gaussian": {"mine": inside, "others": outside}}, {}, {})
+    axis = detection.figures(found)["histograms"].axes[0]
+    assert axis.get_xlim()[0] > -30 and [text.get_text() for text in axis.texts] == ["← 25.0%"]
 
 
 @pytest.mark.parametrize(

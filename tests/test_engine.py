@@ -758,6 +758,32 @@ def test_an_engine_drafts_what_metropolis_corrects() -> None:
     set_precision(network, "fp32")
 
 
+def test_undone_drafts_do_not_shrink_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are sized by what is accepted of them; that a whole burst was undone says nothing of their size.
+
+    The reported acceptance and the ease of the chains, which tell how chains move, do count it."""
+
+    def trained(kept: float, planted: bool = False) -> tuple[training.Setup, list[float]]:
+        setup = begin(config(batch=80, store=80, bursts=2, adapt_every=2), DATA)
+        real = setup.engine.transition(mala)
+
+        def judged(x: Tensor, t: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor, mgms.TransitionInfo]:
+            x, t, info = real(x, t, sigma)
+            steps = info.steps._replace(accept_prob=info.steps.accept_prob * kept) if planted else info.steps
+            return x, t, info._replace(steps=steps, kept=torch.full_like(info.kept, kept))
+
+        monkeypatch.setattr(setup.engine, "transition", lambda kernel: judged)
+        return setup, [float(step(setup)[3]) for _ in range(3)]  # an adaptation after the second
+
+    (whole, accepted), (undone, nothing), (planted, _none) = trained(1.0), trained(0.0), trained(0.0, planted=True)
+    assert not torch.equal(whole.state.steps.sigma, begin(config(), DATA).state.steps.sigma)  # steps did adapt
+    for name in ("sigma", "total", "count"):
+        assert torch.equal(getattr(undone.state.steps, name), getattr(whole.state.steps, name)), name
+    assert bool((planted.state.steps.sigma < whole.state.steps.sigma).all())
+    assert min(accepted) > 0.2 and nothing == [0, 0, 0]
+    assert bool((undone.state.chains.ease < whole.state.chains.ease).all())
+
+
 def test_a_resumed_run_keeps_its_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is asked again with every checkpoint, from the precision it had on: a finer one is never given up again."""
     asked = []

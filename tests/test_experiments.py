@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,8 @@ from daebm import (
     Config,
     Dataset,
     LabelledLadder,
+    Ladder,
+    Model,
     Skewed,
     full,
     load,
@@ -23,7 +26,8 @@ from daebm import (
 )
 from daebm.config import resolve
 from daebm.evaluation import kl_to_rings, polar_quadrature, ring_masses
-from daebm.experiments import EXPERIMENTS, digits
+from daebm.experiments import EXPERIMENTS, digits, gaussian_1d
+from daebm.experiments.base import Trained, with_pilot_step
 from daebm.runs import run
 from daebm.samplers.langevin import log_uniform
 from daebm.training import begin
@@ -73,6 +77,49 @@ def test_kde_is_exact() -> None:
     points, reference = np.zeros((1, 2)), np.array([[0.0, 0.0], [1.0, 0.0]])
     density = (1 + np.exp(-0.5 / 0.25)) / 2 / (2 * np.pi * 0.25)
     np.testing.assert_allclose(digits.kde(points, reference, 0.5), np.log([density]))
+
+
+class Bowl(torch.nn.Module):
+    """U(x, t) = |x|^2 / 2."""
+
+    def forward(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        return x.square().sum(1) / 2
+
+
+@pytest.mark.parametrize("first", [0.01, 3.0])
+def test_a_pilot_finds_a_step_and_moves_nothing(first: float) -> None:
+    """From a step far too short or too long, on exact draws; x, the model and its other levels stay as they are."""
+    ladder, sigma = Ladder.geometric(10, floor=0.3, top=2), torch.tensor([first, 0.7, 0.9]).double()
+    model = Model(Config(), Bowl(), ladder, sigma.clone(), (10,), 0.0, 1.0)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(300, 10, generator=generator)
+    before = x.clone()
+    found = with_pilot_step(model, x, generator)
+    assert torch.equal(x, before) and not x.requires_grad
+    assert torch.equal(model.sigma, sigma) and torch.equal(found.sigma[1:], sigma[1:])
+    accepted = found.run_at_zero(x, 50, generator, "mala")[1].accept_prob.mean()
+    assert 0.58 < float(accepted) < 0.82  # measured anew, on 300 chains
+
+
+@pytest.mark.parametrize("count", [7, 40, 250, 900, 1000, 5000])
+def test_a_long_run_of_gaussian_1d_starts_from_both_modes(count: int) -> None:
+    """With a step of nothing chains end where they began: at different rows of the data, a quarter of them at 2."""
+    it = EXPERIMENTS["gaussian-1d"]
+    chosen = {"long_run_chains": str(count), "long_run_steps": "1", "post_chains": "5"}
+    config = resolve(it.name, it.presets, "persistent", "paper", 0, chosen)
+    data = it.dataset(config)
+    setup = begin(config, data)
+    model = replace(
+        Model.from_training(config, data, setup.state, setup.ladder), sigma=torch.full((1,), 1e-12).double()
+    )
+    trained = Trained(model, data, setup.state.chains, config, torch.Generator().manual_seed(1))
+    summary, arrays = gaussian_1d.evaluate(trained)
+    rows, size = data.train.numpy()[:, 0], min(count, 1000)
+    assert len(np.unique(arrays["long_run"])) == size and np.isin(arrays["long_run"], rows).all()
+    # Spread evenly over rows that come mode by mode, a share is off by one chain at most.
+    assert abs(summary["mass_right_long_run"] - 0.25) <= 1 / size
+    if count < 1000:  # a planted fault: the first rows
+        assert abs((rows[:count] > 0).mean() - 0.25) > 1 / size
 
 
 # The bars below are what each experiment promises; they were set before the runs.

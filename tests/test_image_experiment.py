@@ -213,6 +213,28 @@ def test_chains_from_noise_are_measured_at_their_own_levels() -> None:
     assert end.gradients == len(end.x) * trained.model.ladder.levels * (images.FRESH_STEPS + 1)
 
 
+def test_nothing_is_drawn_that_was_not_measured(tmp_path: Path) -> None:
+    """In the warm starts no chains move: their gap and acceptance of 0 are no measurements."""
+    every = [{"iteration": i, "gap": 0.0, "acceptance": 0.0, "learning_rate": 1e-5} for i in range(1, 9)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, every)))
+    it = config(denoise=2, relate=2)
+    axes = report._training_figure(tmp_path, it, {"step_sizes": [0.3, 0.4]}).axes
+    assert [list(axis.lines[0].get_xdata()) for axis in axes[:2]] == [[5, 6, 7, 8]] * 2
+    assert list(axes[2].lines[0].get_xdata()) == list(range(1, 9))
+    steps = axes[3]
+    assert any(steps.get_ylim()[0] < tick < steps.get_ylim()[1] for tick in steps.get_yticks())
+
+
+def test_energies_far_off_are_counted_and_leave_room_for_the_others() -> None:
+    random = np.random.default_rng(0)
+    arrays = {f"energy_{key}": random.normal(size=1000) for key in ("train", "held_out", "samples")}
+    arrays["energy_samples"][:250] = 1e6
+    arrays |= {"real": np.zeros((1, 28, 28)), "along": random.normal(size=(3, 20)), "along_step": np.arange(3)}
+    axis = images.figures({}, arrays)["energies"].axes[0]
+    assert axis.get_xlim()[1] < 10
+    assert axis.get_legend().get_texts()[2].get_text() == "from noise, chains at t = 0 (25.0% beyond)"
+
+
 def test_no_sample_at_level_0_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(images, "STORE_CHAINS", 200)
 
@@ -237,6 +259,39 @@ def test_standard_error_counts_chains_not_draws() -> None:
     ten = once._replace(x=x.repeat(10, 1, 1, 1), t=t.repeat(10), chain=once.chain.repeat(10))
     errors = [np.array(images.level_measures(trained, w)["energy_gap_se_by_level"]) for w in (once, ten)]
     np.testing.assert_allclose(errors[1], errors[0], rtol=0.05)
+
+
+def test_draws_of_one_chain_say_nothing_of_the_variance() -> None:
+    """Half the mean squared difference of all pairs of different chains; and the measure of a level is that."""
+    generator = torch.Generator().manual_seed(2)
+    x, chain = torch.randn(30, 1, 3, 3, generator=generator), torch.randint(6, (30,), generator=generator)
+    apart = torch.cdist(x.flatten(1).double(), x.flatten(1).double(), compute_mode="donot_use_mm_for_euclid_dist")
+    pairs = apart.square()[chain.unsqueeze(1) != chain] / 2 / 9
+    assert images._variance(x, 7 * chain) == pytest.approx(float(pairs.mean()), rel=1e-12)  # chains by any name
+    trained = gaussian()
+    held, few = images.HeldOut(trained), trained.chains.x[:5]
+    once, often = (held.against(0, few.repeat(k, 1, 1, 1), torch.arange(5).repeat(k)) for k in (1, 20))
+    assert often.variance_ratio == pytest.approx(once.variance_ratio, rel=1e-6)
+
+
+@pytest.mark.parametrize("counts", [(20, 20, 20, 20, 20), (1, 2, 7, 30, 60)], ids=str)
+@pytest.mark.parametrize("alike", [1.0, 0.5], ids=["equal draws", "draws that share half of their variance"])
+def test_the_variance_of_few_chains_is_the_truth_on_average(counts: tuple[int, ...], alike: float) -> None:
+    """Exact draws N(m_i, v_i) of every pixel, in 600 repetitions. That of all draws is short by a fifth of what they
+    share, and by more where counts are unequal."""
+    generator = torch.Generator().manual_seed(3)
+    mean, variance = torch.linspace(-2, 3, 16), torch.linspace(0.2, 2, 16)
+    chain = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    found, plain = [], []
+    for _ in range(600):
+        shared, own = (torch.randn(n, 16, generator=generator) for n in (len(counts), len(chain)))
+        draws = math.sqrt(alike) * shared[chain] + math.sqrt(1 - alike) * own
+        x = (mean + variance.sqrt() * draws).reshape(-1, 1, 4, 4)
+        found.append(images._variance(x, chain))
+        plain.append(float(x.var(0).mean()))
+    truth = float(variance.mean())
+    z, planted = ((np.mean(v) - truth) / (np.std(v) / math.sqrt(len(v))) for v in (found, plain))
+    assert abs(z) < 5 and planted < -10
 
 
 @pytest.mark.usefixtures("synthetic")

@@ -17,7 +17,7 @@ from daebm.normaliser import (
     log_normalisers,
     snapshots,
 )
-from daebm.samplers.langevin import mala
+from daebm.samplers.langevin import langevin, mala
 from daebm.samplers.mgms import stay
 from daebm.sampling import Drawn, Sampler
 from daebm.targets import Gaussian, LabelledLadder, Mixture, Skewed
@@ -94,6 +94,48 @@ def test_chains_that_do_not_move_have_an_error_of_chains() -> None:
     torch.testing.assert_close(torch.stack(draws).std(0)[:-1], error[:-1], rtol=0.3, atol=0)
 
 
+@pytest.mark.parametrize(
+    ("looks", "draws", "faults"),
+    [
+        (1, 1000, ["draws of one chain"]),
+        (4, 300, ["chains by snapshots", "points by themselves", "snapshots as chains"]),
+    ],
+    ids=["one look", "four looks"],
+)
+def test_chains_that_stand_still_are_observations_and_so_is_each_draw(
+    looks: int, draws: int, faults: list[str]
+) -> None:
+    """Of chains that are looked at again and again where they are: over repetitions z has variance 1 all the same."""
+    chains, repetitions = 400, 100
+    target, base = targets(1), Gaussian(torch.zeros(1).double(), torch.full((1,), 1.5).double())
+    own, single = torch.arange(chains), chains + torch.arange(draws)
+    planted = {
+        "draws of one chain": torch.cat([own.repeat(looks), torch.full((draws,), chains)]),
+        "chains by snapshots": torch.cat([own.repeat_interleave(looks), single]),
+        "points by themselves": torch.arange(looks * chains + draws),
+        "snapshots as chains": torch.cat([torch.arange(looks).repeat_interleave(chains), single]),
+    }
+    z: dict[str, list[Tensor]] = {name: [] for name in ("right", *faults)}
+    for seed in range(repetitions):
+        g = seeded(seed)
+        t = own[torch.randperm(chains, generator=g)] % 4
+        x = torch.stack([level.sample(chains, g) for level in target.levels])[t, own]
+        reference = Reference(base, base.sample(draws, g))
+        value, error = level_normalisers(target, x.repeat(looks, 1, 1), t.repeat(looks, 1), 4, reference)
+        assert value.shape == error.shape == (4,)
+        z["right"].append((value - target.weights.double().log()) / error)
+        u = all_energies(target, torch.cat([x.repeat(looks, 1), reference.draws]), 4, reference)
+        for name in faults:
+            wrong = log_normalisers(u, torch.cat([t.repeat(looks), torch.full((draws,), 4)]), planted[name])
+            torch.testing.assert_close(wrong.value[:-1], value, rtol=0, atol=1e-9)  # the fault is in the error alone
+            z[name].append((wrong.value[:-1] - target.weights.double().log()) / wrong.error[:-1])
+    square = {name: torch.stack(values).square().mean(0) for name, values in z.items()}
+    # A mean of 100 squares of N(0, 1) has a standard error of sqrt(2 / 100) = .14.
+    assert bool(((square["right"] - 1).abs() < SIGMAS * 0.14).all()), square["right"]
+    for name in faults:
+        assert float(square[name].min()) > 1 + SIGMAS * 0.14, (name, square[name])
+
+
 @pytest.mark.parametrize("fault", ["sign of a ratio", "energies of another level", "labels shifted by one"])
 def test_planted_faults_show(fault: str) -> None:
     target = targets()
@@ -133,6 +175,35 @@ def test_levels_without_overlap_have_a_huge_error() -> None:
     )
     u, state = exact(far, 500, seeded(0))
     assert float(log_normalisers(u, state, torch.arange(len(u))).error[0]) > 1
+
+
+def test_snapshots_are_taken_after_a_burn_in_and_then_apart() -> None:
+    """Unadjusted Langevin steps on N(0, v_t) are an AR(1): after any number of them mean and variance are known."""
+    start, steps, burn_in, count, apart, n = 10.0, 2, 4, 3, 3, 4000
+    variance, sigma = torch.tensor([1.0, 4.0]).double(), torch.tensor([0.5, 0.8]).double()
+
+    def energy(x: Tensor, t: Tensor) -> Tensor:
+        return x.square().sum(1) / (2 * variance[t])
+
+    def z_scores(x: Tensor, t: Tensor, settled: int) -> Tensor:
+        """Of every snapshot's mean and variance at both levels, were ``settled`` transitions made before."""
+        found = []
+        for k, level in ((k, level) for k in range(count) for level in (0, 1)):
+            made = steps * (settled + (k + 1) * apart)
+            decay, noise = 1 - sigma[level] ** 2 / (2 * variance[level]), sigma[level] ** 2
+            mean, spread = start * decay**made, noise * (1 - decay ** (2 * made)) / (1 - decay**2)
+            y = x[k, t[k] == level, 0] - mean
+            found += [y.mean() / (spread / len(y)).sqrt(), (y.square().mean() / spread - 1) / math.sqrt(2 / len(y))]
+        return torch.stack(found)
+
+    t = torch.arange(n) % 2
+    sampler = Sampler(langevin, energy, Ladder.geometric(1, floor=0.3, top=1), sigma, steps, stay)
+    here = Drawn(torch.full((n, 1), start).double(), t, 0)
+    x, labels = snapshots(sampler, here, seeded(9), burn_in, count, apart)
+    assert x.shape == (count, n, 1) and torch.equal(labels, t.expand(count, n))
+    assert float(z_scores(x, labels, burn_in).abs().max()) < SIGMAS
+    for other in (0, burn_in - 1, burn_in + 1):  # planted faults: no burn-in, and one that is off by one
+        assert float(z_scores(x, labels, other).abs().max()) > 2 * SIGMAS
 
 
 @pytest.mark.parametrize("dimension", [1, 2])

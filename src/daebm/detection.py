@@ -206,31 +206,45 @@ def figures(detection: Detection) -> dict[str, Figure]:
     """Histograms of every score, and ROC and precision-recall curves of every set."""
     names = list(detection.scores)
     inside, *others = detection.scores[names[0]]
-    histograms = Figure(figsize=(4 * len(names), 2.6), layout="constrained")
-    for axis, name in zip(np.atleast_1d(histograms.subplots(1, len(names))), names, strict=True):
+    columns = math.ceil(len(names) / 2)
+    histograms = Figure(figsize=(3.4 * columns, 5.2), layout="constrained")
+    axes = np.asarray(histograms.subplots(2, columns, squeeze=False))
+    for axis in axes.flat[len(names) :]:
+        axis.set_axis_off()
+    for axis, name in zip(axes.flat, names, strict=False):
         values = detection.scores[name]
         if name in SCORES:  # squared distances reach a hundred times further out than normal images do
             top = max(float(part.max()) for part in values.values())
             values = {key: -np.sqrt(top - part) for key, part in values.items()}
-        # A few images that are far out would leave one bar for all others.
-        low, high = np.percentile(np.concatenate(list(values.values())), [1, 100])
-        for key, part in values.items():
-            bins = np.linspace(low, high, 60).tolist()
-            axis.hist(part.clip(low), bins=bins, density=True, histtype="step", label=key)
-        axis.set_title(f"{name}, as minus a distance" if name in SCORES else name, fontsize=9)
+        everything = np.concatenate(list(values.values()))
+        # What decides is where normal images end: others lie many of their widths below them, and are counted there.
+        least, middle = np.percentile(values[inside], [1, 50])
+        low, high = max(middle - 6 * (middle - least), everything.min()), everything.max()
+        for i, (key, part) in enumerate(values.items()):
+            weights, bins = np.full(len(part), 1 / len(part)), np.linspace(low, high, 50).tolist()
+            axis.hist(part, bins=bins, weights=weights, histtype="step", label=key)
+            if beyond := (part < low).mean():
+                at = (0.03, 0.9 - 0.09 * i)
+                axis.text(*at, f"← {beyond:.1%}", color=f"C{i}", fontsize=9, transform=axis.transAxes)
+        axis.set_title(f"{name}, as minus a distance" if name in SCORES else name, fontsize=10)
         axis.locator_params(axis="x", nbins=5)
-        axis.set_yticks([])
-    histograms.axes[0].legend(fontsize=7)
-    curves = Figure(figsize=(4 * len(others), 5.4), layout="constrained")
-    axes = np.asarray(curves.subplots(2, len(others), squeeze=False))
+    histograms.supylabel("share of a set in each bar (arrows: share further left)", fontsize=9)
+    histograms.supxlabel("score, larger is more normal", fontsize=9)
+    histograms.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=len(others) + 1)
+    curves = Figure(figsize=(3.4 * len(others), 6), layout="constrained")
+    axes = np.asarray(curves.subplots(2, len(others), squeeze=False, sharex="row", sharey="row"))
+    none = 0.5 / max(len(detection.scores[names[0]][key]) for key in others)  # a log axis has no 0
     for i, key in enumerate(others):
         for name in names:
             tpr, fpr, precision = _curve(detection.scores[name][inside], detection.scores[name][key])
-            axes[0, i].plot(fpr, tpr, linewidth=1, label=name)
-            axes[1, i].plot(tpr, precision, linewidth=1)
-        axes[0, i].set(title=f"{inside} against {key}", xlabel="FPR", ylabel="TPR")
-        axes[1, i].set(xlabel="recall of normal images", ylabel="precision")
-    axes[0, 0].legend(fontsize=7)
+            axes[0, i].plot(fpr.clip(none), tpr, linewidth=1.2, label=name)
+            axes[1, i].plot(tpr, precision, linewidth=1.2)
+        axes[0, i].set_title(f"{inside} against {key}", fontsize=10)
+        axes[0, i].set(xscale="log", xlim=(0.8 * none, 1.25), ylim=(0, 1.03), xlabel="FPR (0 at the left end)")
+        axes[1, i].set(xlim=(0, 1.03), ylim=(0, 1.03), xlabel="recall of normal images")
+    axes[0, 0].set_ylabel("TPR")
+    axes[1, 0].set_ylabel("precision")
+    curves.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=len(names))
     return {"histograms": histograms, "curves": curves}
 
 

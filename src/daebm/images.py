@@ -119,7 +119,7 @@ def contact_sheet(x: NDArray[Any], seen: NDArray[Any]) -> bytes:
     if x.shape[1] not in (1, 3):
         raise InputError(f"images with {x.shape[1]} channels are neither grey nor RGB: write them to an npy file")
     grey = np.clip((x - low) / (high - low) * 255, 0, 255).round().astype(np.uint8)
-    zoom = max(1, 48 // max(x.shape[2:]))  # pixels that can be seen
+    zoom = max(1, round(100 / max(x.shape[2:])))  # pixels that can be seen
     tiles = np.pad(grey.repeat(zoom, 2).repeat(zoom, 3), ((0, 0), (0, 0), (1, 1), (1, 1)), constant_values=128)
     across = math.ceil(math.sqrt(len(tiles)))
     down = math.ceil(len(tiles) / across)

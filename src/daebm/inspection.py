@@ -25,19 +25,29 @@ MASS = 0.9  # of the bands
 def facts(detector: DAEBM) -> list[tuple[str, str]]:
     """What a newcomer asks first, as titles and values."""
     chosen = next(look for look in detector.history_ if look["chosen"])
-    calibration = detector.calibration_["energy"]
+    calibration, noisy = detector.calibration_["energy"], report.show(float(detector.noisy_.mean()))
     return [
         ("a row is", " x ".join(map(str, detector.units_.event)) + " numbers"),
         ("scored by", detector.score_by),
-        ("columns left out, constant", str(int((~detector.units_.varies).sum()))),
+        ("columns left out, constant to 64 bits", _left_out(detector)),
         ("iterations", f"{detector.n_iter_} of {detector.config_.iterations}, kept {chosen['iteration']}"),
         ("noise floor, in sds", report.show(detector.floor_)),
         ("log density of calibration rows, mean in nats", report.show(float(calibration.mean()))),
+        *([("the same with the floor's noise added", noisy)] if detector.floor_ else []),
         ("shared error of log densities, nats", report.show(detector.log_normaliser_se_)),
         ("acceptance of the sampler's steps", report.show(detector.history_[-1]["acceptance"])),
         ("round trips of a chain over the noise levels", report.show(detector.history_[-1]["round_trips"])),
         ("false alarms", _promise(len(calibration), detector.fpr)),
     ]
+
+
+def _left_out(detector: DAEBM) -> str:
+    places = np.flatnonzero(~detector.units_.varies.ravel())
+    names = getattr(detector, "feature_names_in_", None)
+    if not len(places) or not detector.units_.table:
+        return str(len(places))
+    named = [str(names[i]) if names is not None else str(i + 1) for i in places[:COLUMNS]]
+    return f"{len(places)}: {', '.join(named)}{', ..' if len(places) > COLUMNS else ''}"
 
 
 def _promise(count: int, fpr: float) -> str:
@@ -51,17 +61,23 @@ def _promise(count: int, fpr: float) -> str:
 def write(path: Path, detector: DAEBM, name: str) -> None:
     """One html file that needs no other."""
     figures = {
-        "training": _training(detector),
-        "energies": _energies(detector),
-        "calibration": _calibration(detector),
+        "training": (_training(detector), "What was seen at each checkpoint of training; the dotted one was kept."),
+        "energies": (_energies(detector), _energies_said(detector)),
+        "calibration": (
+            _calibration(detector),
+            f"Rows that training was watched by, judged by {detector.kind}: the share that is flagged should follow "
+            f"the grey line. By chance it stays within the band {MASS:.0%} of the time, at any one rate.",
+        ),
     }
     concerns = "".join(f"<li>{html.escape(concern)}</li>" for concern in detector.concerns())
     settings = [("setting", "value"), *((k, report.show(v)) for k, v in detector.config_.to_json().items())]
+    if detector.random_state is not None:  # the setting seed is drawn from it
+        settings.insert(1, ("random_state (--seed of fit)", report.show(detector.random_state)))
     body = (
         f"<h1>{html.escape(name)}</h1>"
-        + report.table([("", ""), *facts(detector)])
+        + report.table([("fact", "value"), *facts(detector)])
         + (f"<h2>Before you trust it</h2><ul>{concerns}</ul>" if concerns else "")
-        + "".join(report.inline(title, report.png(figure)) for title, figure in figures.items())
+        + "".join(report.inline(title, report.png(figure), said) for title, (figure, said) in figures.items())
         + _examples(detector)
         + report.details("Settings", report.table(settings))
     )
@@ -70,21 +86,23 @@ def write(path: Path, detector: DAEBM, name: str) -> None:
 
 def _training(detector: DAEBM) -> Figure:
     """What every look during training saw; a line where the model was kept."""
-    figure = Figure(figsize=(11, 2.8), layout="constrained")
     x = [look["iteration"] for look in detector.history_]
     kept = next(look["iteration"] for look in detector.history_ if look["chosen"])
     titles = {
         "log_density": "held-out log density (model's units)",
-        "gap": "own rows likelier by, nats",
+        "gap": "training rows likelier by, nats",
         "acceptance": "acceptance",
         "round_trips": "round trips of a chain",
     }
     seen = {key: [look.get(key, math.nan) for look in detector.history_] for key in titles}
     known = [key for key, values in seen.items() if np.isfinite(values).sum() > (len(x) > 1)]  # one dot is no curve
+    figure = Figure(figsize=(2.9 * max(2, len(known)), 2.8), layout="constrained")
     for axis, key in zip(figure.subplots(1, len(known), squeeze=False)[0] if known else (), known, strict=True):
         axis.plot(x, seen[key], marker="o", markersize=3, linewidth=0.8)
         axis.set_title(titles[key], fontsize=9)
         axis.axvline(kept, color="0.6", linewidth=0.8, linestyle=":")
+        if key == "gap":
+            axis.axhline(0, color="0.6", linewidth=0.8)
         axis.set_xlabel("iteration (dotted: kept)", fontsize=8)
     return figure
 
@@ -95,7 +113,7 @@ def _energies(detector: DAEBM) -> Figure:
     axis = figure.subplots()
     groups = {"calibration rows": detector.noisy_, "draws of the model": detector.drawn_}
     if not detector.drawn_.size:
-        axis.set_xlabel("no chain of the model was at level 0 when its constant was found", fontsize=7)
+        axis.set_title("no chain of the model was at level 0 when its constant was found", fontsize=9)
     groups = {title: kept for title, values in groups.items() if (kept := values[np.isfinite(values)]).size}
     if groups:
         everything = np.concatenate(list(groups.values()))
@@ -105,9 +123,20 @@ def _energies(detector: DAEBM) -> Figure:
             label = f"{len(values)} {title}"
             axis.hist(np.clip(values, edges[0], None), edges, density=True, alpha=0.5, label=label)
         axis.legend(fontsize=8)
-    noise = ", with the noise floor" if detector.floor_ else ""
-    axis.set_title(f"log density{noise}, nats (the first bar is that or less)", fontsize=9)
+        axis.set_xlabel("log density, nats (the first bar is that or less)", fontsize=8)
+        axis.set_ylabel("share of rows per nat", fontsize=8)
     return figure
+
+
+def _energies_said(detector: DAEBM) -> str:
+    said = "Calibration rows and draws of the model should be alike."
+    if not detector.floor_:
+        return said
+    plain, noisy = (report.show(float(v.mean())) for v in (detector.calibration_["energy"], detector.noisy_))
+    return (
+        f"{said} Here the rows have the floor's noise added, {detector.floor_:.3g} sds, as the draws have it, and a "
+        f"mean of {noisy} nats; as they are it is {plain}."
+    )
 
 
 def _calibration(detector: DAEBM) -> Figure:

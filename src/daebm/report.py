@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from daebm import checkpoint
 from daebm.config import Config
 from daebm.experiments import experiment
-from daebm.experiments.base import Arrays, Column, Experiment, Summary
+from daebm.experiments.base import Arrays, Column, Experiment, Summary, log_steps
 from daebm.methods import METHODS
 
 STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:70rem;margin:2rem auto;padding:0 1rem;color:#222}
@@ -38,9 +38,9 @@ PAPER_TABLE_1 = {
 def write_run(folder: Path, config: Config, summary: Summary, arrays: Arrays) -> None:
     """figures/*.png and report.html of one run."""
     it = experiment(config.experiment)
-    figures = {"training": _training_figure(folder, summary), **it.figures(summary, arrays)}
+    figures = {"training": _training_figure(folder, config, summary), **it.figures(summary, arrays)}
     results = [
-        ("", "this run", "truth"),
+        ("measure", "this run", "truth"),
         *((c.title, show(summary.get(c.key)), c.truth) for c in it.columns if c.key in summary),
     ]
     settings = [("setting", "value"), *((k, show(v)) for k, v in config.to_json().items())]
@@ -114,23 +114,31 @@ def show(value: Any) -> str:
     return str(value)
 
 
-def _training_figure(folder: Path, summary: Summary) -> Figure:
+def _training_figure(folder: Path, config: Config, summary: Summary) -> Figure:
     """Energy gap, acceptance and learning rate over the iterations; step size and label share by level."""
     entries = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     entries = [e for e in entries if "event" not in e]
-    figure = Figure(figsize=(13, 2.6), layout="constrained")
+    chained = [e for e in entries if e["iteration"] > config.warm]  # no chains move in the warm starts
+    figure = Figure(figsize=(12, 2.8), layout="constrained")
     axes = figure.subplots(1, 5)
-    x = [e["iteration"] for e in entries]
-    for axis, key, title in zip(
-        axes,
-        ("gap", "acceptance", "learning_rate"),
-        ("mean U(data) - mean U(chains)", "mean acceptance", "learning rate"),
-        strict=False,
-    ):
-        axis.plot(x, [e[key] for e in entries], linewidth=0.8)
+    panels = (
+        ("gap", "U(data) - U(chains), nats", chained),
+        ("acceptance", "mean acceptance", chained),
+        ("learning_rate", "learning rate", entries),
+    )
+    for axis, (key, title, shown) in zip(axes, panels, strict=False):
+        marker = "." if len(entries) <= 50 else ""
+        axis.plot([e["iteration"] for e in shown], [e[key] for e in shown], marker=marker, linewidth=0.8)
         axis.set_title(title, fontsize=9)
-    axes[3].semilogy(summary["step_sizes"], marker="o", markersize=3)
-    axes[3].set_title("final step size by level", fontsize=9)
+        axis.set_xlim(0, 1.03 * entries[-1]["iteration"])
+        axis.set_xlabel("iteration (grey: warm start)" if config.warm else "iteration", fontsize=8)
+        axis.axvspan(0, config.warm, color="0.92", linewidth=0)
+    axes[0].axhline(0, color="0.5", linewidth=0.8)
+    if config.warm:  # rates of the warm starts are a hundred times as large
+        axes[2].set_yscale("log", nonpositive="mask")
+        axes[2].set_ylim(bottom=config.learning_rate / 100)
+    log_steps(axes[3], summary["step_sizes"])
+    axes[3].set_title("final step size", fontsize=9)
     share = summary.get("label_share_of_uniform")
     if share is None:
         axes[4].set_axis_off()
@@ -138,6 +146,10 @@ def _training_figure(folder: Path, summary: Summary) -> Figure:
         axes[4].bar(np.arange(len(share)), share)
         axes[4].axhline(1, color="0.5", linewidth=0.8)
         axes[4].set_title("label share / uniform", fontsize=9)
+        axes[4].set_xlabel("level", fontsize=8)
+    axes[3].set_xlabel("level", fontsize=8)
+    for axis in axes:
+        axis.xaxis.get_major_locator().set_params(integer=True)
     return figure
 
 
@@ -176,10 +188,11 @@ def png(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-def inline(name: str, content: bytes) -> str:
-    """A PNG as part of a page."""
+def inline(name: str, content: bytes, caption: str = "") -> str:
+    """A PNG as part of a page, with a few words under it."""
     encoded = base64.b64encode(content).decode()
-    return f'<p><img alt="{html.escape(name)}" src="data:image/png;base64,{encoded}"></p>'
+    said = f"<br><small>{html.escape(caption)}</small>" if caption else ""
+    return f'<p><img alt="{html.escape(name)}" src="data:image/png;base64,{encoded}">{said}</p>'
 
 
 def write_page(path: Path, title: str, body: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
 from torch import Tensor
 from tqdm import tqdm
 
@@ -107,3 +108,10 @@ def with_pilot_step(model: Model, x: Tensor, generator: torch.Generator) -> Mode
     sigma = model.sigma.clone()
     sigma[0] = steps.sigma[0]
     return replace(model, sigma=sigma)
+
+
+def log_steps(axis: Any, sigma: Sequence[float]) -> None:
+    """Step sizes by level, on a log axis with ticks at 0.1, 0.2, 0.5, .. and wide enough for one of them."""
+    axis.plot(sigma, marker=".", linewidth=0.8)
+    axis.set(yscale="log", ylim=(min(sigma) / 1.6, max(sigma) * 1.6))
+    axis.yaxis.set(major_locator=LogLocator(subs=(1, 2, 5)), major_formatter="{x:g}", minor_locator=NullLocator())

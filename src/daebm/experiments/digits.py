@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from daebm import data
 from daebm.config import Config, PresetTable
 from daebm.data import Dataset
+from daebm.errors import InputError
 from daebm.evaluation import auroc, effective_sample_size, nearest_distance
 from daebm.experiments.base import Arrays, Column, Experiment, Summary, Trained, long_run
 
@@ -67,6 +68,8 @@ PRESETS: PresetTable = {
 
 
 def dataset(config: Config) -> Dataset:
+    if config.train_size:
+        raise InputError(f"digits are what they are: leave out train_size={config.train_size}")
     return data.digits(config.standardise)
 
 
@@ -196,7 +199,7 @@ def kde(points: Floats, reference: Floats, bandwidth: float) -> Floats:
 
 
 def figures(summary: Summary, arrays: Arrays) -> dict[str, Figure]:
-    pictures = Figure(figsize=(9, 2.6), layout="constrained")
+    pictures = Figure(figsize=(10, 2.3), layout="constrained")
     panels = (
         ("real", "held-out digits"),
         ("samples", "samples from noise"),
@@ -231,12 +234,13 @@ def _sheet(images: Floats, columns: int = 20) -> Floats:
 
 def compare(runs: Mapping[str, tuple[Summary, Arrays]]) -> dict[str, Figure]:
     """Samples from noise and ends of long runs, a row per run."""
-    figure = Figure(figsize=(9, 1.6 * len(runs)), layout="constrained")
+    figure = Figure(figsize=(10, 1.1 * len(runs)), layout="constrained")
     axes = figure.subplots(len(runs), 2, squeeze=False)
     for row, (title, (_summary, arrays)) in zip(axes, runs.items(), strict=True):
         for axis, key, name in ((row[0], "samples", "from noise"), (row[1], "long_run", "long run")):
             axis.imshow(_sheet(arrays[key]), cmap="gray_r", vmin=0, vmax=1)
             axis.set_title(f"{title}: {name}", fontsize=9)
+            axis.set_anchor("N")
             axis.set_axis_off()
     return {"pictures": figure}
 

@@ -141,10 +141,13 @@ def figures(summary: Summary, arrays: Arrays) -> dict[str, Figure]:
 
 def compare(runs: Mapping[str, tuple[Summary, Arrays]]) -> dict[str, Figure]:
     """Learned energies of several runs side by side, as in the appendix's figure of independent runs."""
-    figure = Figure(figsize=(3 * len(runs), 2.6), layout="constrained")
-    for axis, (title, (_summary, arrays)) in zip(
-        figure.subplots(1, len(runs), squeeze=False)[0], runs.items(), strict=True
-    ):
+    columns = min(3, len(runs))
+    rows = math.ceil(len(runs) / columns)
+    figure = Figure(figsize=(3.6 * columns, 2.6 * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False).flat
+    for axis in axes[len(runs) :]:
+        axis.set_axis_off()
+    for axis, (title, (_summary, arrays)) in zip(axes, runs.items(), strict=False):
         _energy_panel(axis, arrays, title)
     return {"energies": figure}
 
@@ -155,7 +158,7 @@ def _energy_panel(axis: Any, arrays: Arrays, title: str) -> None:
     axis.plot(x, truth - truth.min(), color="0.6", label="truth")
     axis.plot(x, arrays["energy"] - arrays["energy"].min(), color="C3", label="learned")
     axis.set_ylim(-1, 60)
-    axis.set_title(f"U(x, 0): {title}")
+    axis.set_title(f"U(x, 0): {title}", fontsize=10)
     axis.legend(fontsize=7)
 
 
