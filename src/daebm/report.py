@@ -130,7 +130,7 @@ def _training_figure(folder: Path, config: Config, summary: Summary) -> Figure:
         marker = "." if len(entries) <= 50 else ""
         axis.plot([e["iteration"] for e in shown], [e[key] for e in shown], marker=marker, linewidth=0.8)
         axis.set_title(title, fontsize=9)
-        axis.set_xlim(0, 1.03 * summary["iterations"])
+        axis.set_xlim(0, 1.03 * config.iterations)
         axis.set_xlabel("iteration (grey: warm start)" if config.warm else "iteration", fontsize=8)
         axis.axvspan(0, config.warm, color="0.92", linewidth=0)
     axes[0].axhline(0, color="0.5", linewidth=0.8)
