@@ -18,7 +18,7 @@ from daebm.cli import main
 from daebm.config import Config, resolve
 from daebm.data import Dataset, to_unit_range
 from daebm.errors import InputError
-from daebm.experiments import EXPERIMENTS, images
+from daebm.experiments import EXPERIMENTS, image_measures, images
 from daebm.experiments.base import Trained
 from daebm.ladder import Ladder
 from daebm.model import Model
@@ -110,8 +110,9 @@ def test_paper_preset_has_the_paper_numbers() -> None:
 def test_quick_run_gives_folder_report_and_summary(
     name: str, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(images, "STORE_CHAINS", 60)  # moved on from held-out images; both for the time it takes
-    monkeypatch.setattr(images, "FRESH", 1)
+    for module in (images, image_measures):
+        monkeypatch.setattr(module, "STORE_CHAINS", 60)  # moved on from held-out images; both for the time it takes
+    monkeypatch.setattr(image_measures, "FRESH", 1)
     monkeypatch.setattr(levels, "SETTLE_ROUNDS", 2)
     it = EXPERIMENTS[name]
     run(resolve(name, it.presets, method, "quick"), tmp_path / "run")
@@ -187,13 +188,13 @@ def test_measures_see_a_wrong_model() -> None:
     ladder, x, t = trained.model.ladder, trained.chains.x, trained.chains.t
     centre = ladder.abar.sqrt()[t].reshape(-1, 1, 1, 1).float() * trained.dataset.train.mean(0)
     exact = centre + (x - centre) / math.sqrt(2)  # draws of that model
-    walked = images.Walk(exact, t, torch.arange(len(t)), torch.zeros(ladder.levels), 0)
-    measured = images.level_measures(trained, walked)
+    walked = image_measures.Walk(exact, t, torch.arange(len(t)), torch.zeros(ladder.levels), 0)
+    measured = image_measures.level_measures(trained, walked)
     np.testing.assert_allclose(measured["variance_ratio_by_level"], 0.5, atol=0.08)
     np.testing.assert_allclose(measured["energy_gap_by_level"], 32, atol=5)  # the error of each is about 0.9
-    fresh = images.descent(trained)[1]  # chains that know nothing of the data see it as well
+    fresh = image_measures.descent(trained)[1]  # chains that know nothing of the data see it as well
     assert max(fresh["from_noise_variance_ratio_by_level"]) < 0.7 and min(fresh["from_noise_energy_gap_by_level"]) > 16
-    own = images.own_image_gap(trained)  # from the images; steps relax most of it within 30 transitions
+    own = image_measures.own_image_gap(trained)  # from the images; steps relax most of it within 30 transitions
     known = ~np.isnan(own["own_image_gap_by_level"])
     assert known.sum() > ladder.levels / 2 and min(np.array(own["own_image_gap_by_level"])[known]) > 16
 
@@ -206,11 +207,11 @@ def test_chains_from_noise_are_measured_at_their_own_levels() -> None:
 
     trained = gaussian(narrow)
     half = trained.model.ladder.levels // 2
-    end, fresh = images.descent(trained)
+    end, fresh = image_measures.descent(trained)
     ratio = fresh["from_noise_variance_ratio_by_level"]
     assert max(ratio[:half]) < 0.7 and min(ratio[half:]) > 0.85
-    assert len(end.x) == len(end.t) == images.FRESH * trained.config.post_chains
-    assert end.gradients == len(end.x) * trained.model.ladder.levels * (images.FRESH_STEPS + 1)
+    assert len(end.x) == len(end.t) == image_measures.FRESH * trained.config.post_chains
+    assert end.gradients == len(end.x) * trained.model.ladder.levels * (image_measures.FRESH_STEPS + 1)
 
 
 def test_nothing_is_drawn_that_was_not_measured(tmp_path: Path) -> None:
@@ -255,9 +256,9 @@ def test_standard_error_counts_chains_not_draws() -> None:
     """The same draws ten times over tell no more than once."""
     trained = gaussian()
     x, t = trained.chains.x, trained.chains.t
-    once = images.Walk(x, t, torch.arange(len(t)), torch.zeros(trained.model.ladder.levels), 0)
+    once = image_measures.Walk(x, t, torch.arange(len(t)), torch.zeros(trained.model.ladder.levels), 0)
     ten = once._replace(x=x.repeat(10, 1, 1, 1), t=t.repeat(10), chain=once.chain.repeat(10))
-    errors = [np.array(images.level_measures(trained, w)["energy_gap_se_by_level"]) for w in (once, ten)]
+    errors = [np.array(image_measures.level_measures(trained, w)["energy_gap_se_by_level"]) for w in (once, ten)]
     np.testing.assert_allclose(errors[1], errors[0], rtol=0.05)
 
 
@@ -267,9 +268,9 @@ def test_draws_of_one_chain_say_nothing_of_the_variance() -> None:
     x, chain = torch.randn(30, 1, 3, 3, generator=generator), torch.randint(6, (30,), generator=generator)
     apart = torch.cdist(x.flatten(1).double(), x.flatten(1).double(), compute_mode="donot_use_mm_for_euclid_dist")
     pairs = apart.square()[chain.unsqueeze(1) != chain] / 2 / 9
-    assert images._variance(x, 7 * chain) == pytest.approx(float(pairs.mean()), rel=1e-12)  # chains by any name
+    assert image_measures._variance(x, 7 * chain) == pytest.approx(float(pairs.mean()), rel=1e-12)  # chains by any name
     trained = gaussian()
-    held, few = images.HeldOut(trained), trained.chains.x[:5]
+    held, few = image_measures.HeldOut(trained), trained.chains.x[:5]
     once, often = (held.against(0, few.repeat(k, 1, 1, 1), torch.arange(5).repeat(k)) for k in (1, 20))
     assert often.variance_ratio == pytest.approx(once.variance_ratio, rel=1e-6)
 
@@ -287,7 +288,7 @@ def test_the_variance_of_few_chains_is_the_truth_on_average(counts: tuple[int, .
         shared, own = (torch.randn(n, 16, generator=generator) for n in (len(counts), len(chain)))
         draws = math.sqrt(alike) * shared[chain] + math.sqrt(1 - alike) * own
         x = (mean + variance.sqrt() * draws).reshape(-1, 1, 4, 4)
-        found.append(images._variance(x, chain))
+        found.append(image_measures._variance(x, chain))
         plain.append(float(x.var(0).mean()))
     truth = float(variance.mean())
     z, planted = ((np.mean(v) - truth) / (np.std(v) / math.sqrt(len(v))) for v in (found, plain))
