@@ -272,10 +272,11 @@ def ended(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, {**facts, "seconds": 0}
 
 
-@pytest.fixture(scope="module")
-def warm_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Path]:
+@pytest.fixture(scope="module", params=["adam", "muon"])
+def warm_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Path]:
     """Everything happens: 4 iterations of denoising, 5 with labels, 6 of likelihood, 5 to finish."""
     it = config(
+        optimiser=request.param,
         iterations=20,
         finish=5,
         denoise=4,

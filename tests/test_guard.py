@@ -22,7 +22,7 @@ from daebm.state import CHECKPOINT, STATE, TrainingState
 from daebm.training import train
 
 METHODS_TRIED = ["persistent", "cd", "drl", "da"]
-real_step = training.step
+REAL = {name: getattr(training, name) for name in ("denoise", "relate", "step")}
 
 
 class Death(BaseException):
@@ -103,19 +103,18 @@ def inject(monkeypatch: pytest.MonkeyPatch, fault: Fault, when: int, times: int 
     """Let ``fault`` happen in iteration ``when`` (counted from 1), the first ``times`` times it is reached."""
     left = times
 
-    def step(setup: training.Setup) -> Tensor:
-        nonlocal left
-        state = setup.state
+    def faulty(real: Callable[[training.Setup], Tensor]) -> Callable[[training.Setup], Tensor]:
+        def part(setup: training.Setup) -> Tensor:
+            nonlocal left
+            if setup.state.iteration + 1 != when or left == 0:
+                return real(setup)
+            left -= 1
+            return fault(setup.state, lambda: real(setup))
 
-        def take() -> Tensor:
-            return real_step(setup)
+        return part
 
-        if state.iteration + 1 != when or left == 0:
-            return take()
-        left -= 1
-        return fault(state, take)
-
-    monkeypatch.setattr(training, "step", step)
+    for name, real in REAL.items():
+        monkeypatch.setattr(training, name, faulty(real))
 
 
 def assert_finite(state: TrainingState) -> None:
@@ -190,9 +189,9 @@ def test_once_weights_stay_a_roll_back_goes_on_with_other_noise(monkeypatch: pyt
         """The noise of iteration 24 explodes, the first time that it comes and whenever it is the same."""
         state = setup.state
         if state.iteration + 1 != 24:
-            return real_step(setup)
+            return REAL["step"](setup)
         seen.append(state.generator.get_state())
-        return real_step(setup) * (math.nan if torch.equal(seen[-1], seen[0]) else 1)
+        return REAL["step"](setup) * (math.nan if torch.equal(seen[-1], seen[0]) else 1)
 
     monkeypatch.setattr(training, "step", unlucky)
     state, _ladder = train(config, dataset())
@@ -309,6 +308,28 @@ def test_a_divergence_names_what_holds_updates(monkeypatch: pytest.MonkeyPatch, 
         train(small(maximum_rollbacks=0, trust=trust), dataset())
 
 
+@pytest.mark.parametrize(("denoise", "limit"), [(20, "denoise_rate"), (0, "relate_rate")])
+def test_a_warm_start_that_explodes_is_a_divergence(
+    monkeypatch: pytest.MonkeyPatch, denoise: int, limit: str, tmp_path: Path
+) -> None:
+    """Its loss is no energy gap, for which hundreds are little: a pixel costs half a nat if nothing is known."""
+
+    def exploded(state: TrainingState, take: Take) -> Tensor:
+        measures = take()
+        measures[0] = 11.0
+        return measures
+
+    changes = {"network": "level-mlp", "denoise": denoise, "relate": 20 - denoise}
+    inject(monkeypatch, exploded, when=14)
+    state, _ladder = train(small(**changes), dataset(), tmp_path)
+    assert state.rollbacks == 1 and "warm start is 11 nats a pixel" in log(tmp_path)[1][0]["reason"]
+    inject(monkeypatch, exploded, when=14, times=-1)
+    with pytest.raises(DivergenceError, match=f"lower {limit} "):
+        train(small(maximum_rollbacks=0, **changes), dataset())
+    inject(monkeypatch, exploded, when=22)  # with chains a loss of 11 is nothing unusual
+    assert not train(small(**changes), dataset())[0].rollbacks
+
+
 def test_a_rate_that_is_far_too_high_ends_the_run(tmp_path: Path):
     """Nothing injected: the energies run away by themselves, halving the rate three times is not enough."""
     config = small("persistent", optimiser="sgd", learning_rate=1e6, maximum_gap=1e3)
@@ -378,7 +399,7 @@ def test_a_diverged_run_can_be_tried_again_by_resume(tmp_path: Path, monkeypatch
     run = tmp_path / "run"
     inject(monkeypatch, nan_weights, when=14, times=-1)
     assert daebm(monkeypatch, run) != 0
-    monkeypatch.setattr(training, "step", real_step)
+    monkeypatch.setattr(training, "step", REAL["step"])
     assert daebm(monkeypatch, run, "--resume") == 0
     assert json.loads((run / "summary.json").read_text())["status"] == "finished"
 

@@ -15,13 +15,17 @@ from daebm.config import Config
 MEASURES = ("loss", "gap", "grad_norm", "acceptance")  # what an iteration returns
 GAP = MEASURES.index("gap")
 WEIGHT_LIMIT = 1e6  # networks here have weights of order 1; a float32 energy beyond this has lost its last nat
+WARM_LIMIT = 10.0  # nats a pixel, in a warm start: one half is what knowing nothing costs
 
 
-def trouble(config: Config, measures: list[float]) -> str | None:
+def trouble(config: Config, measures: list[float], iteration: int) -> str | None:
+    """Of the measures of an iteration, the first is number 1."""
     named = dict(zip(MEASURES, measures, strict=True))
     for name in ("loss", "gap", "grad_norm"):
         if not math.isfinite(named[name]):
             return f"{name} is {named[name]}"
+    if iteration <= config.warm and named["loss"] > WARM_LIMIT:
+        return f"the loss of the warm start is {named['loss']:.3g} nats a pixel, beyond {WARM_LIMIT:g}"
     for name, title in (("gap", "energy gap"), ("loss", "loss")):
         if abs(named[name]) > config.maximum_gap:
             return f"the {title} is {named[name]:.3g}, beyond maximum_gap={config.maximum_gap:g}"

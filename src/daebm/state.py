@@ -19,9 +19,12 @@ from daebm.data import Dataset
 from daebm.errors import CheckpointError, InputError
 from daebm.ladder import Ladder
 from daebm.methods import method
+from daebm.muon import Muon
 from daebm.samplers.adapt import StepSizes
 from daebm.spacing import overlapping
 
+CONVOLUTION = 4  # dimensions of its weight
+MUON_FACTOR = 15.0  # rate of the convolutions, in units of their norm, over that of all else
 CHECKPOINT, STATE = "checkpoint", "state"  # folder and file name inside a run
 
 
@@ -122,21 +125,29 @@ def start(config: Config, data: Tensor, ladder: Ladder, network: nn.Module | Non
 
 
 def optimiser(config: Config, network: nn.Module, warm_start: bool = False) -> torch.optim.Optimizer:
-    """The config's own or, for the warm start, Adam with momentum: its gradients have little noise.
+    """The config's own; for the warm start, whose gradients have little noise, Adam with momentum, or Muon.
+
+    Muon is for the warm start alone. With chains it gains nothing: how fast anything is learned is set by their noise.
 
     Rates are set at every update, as a group's ``factor`` times that of the schedule. The gains of levels have a group
     of their own: they wait for persistent chains.
     """
-    gains = {name: weight for name, weight in network.named_parameters() if config.gain_rate and name == "log_gain"}
-    weights = [weight for name, weight in network.named_parameters() if name not in gains]
+    muon = warm_start and config.optimiser == "muon"
+    weights: list[nn.Parameter] = []
+    matrices: list[nn.Parameter] = []
+    gains: list[nn.Parameter] = []
+    for name, weight in network.named_parameters():
+        own = gains if config.gain_rate and name == "log_gain" else weights
+        (matrices if muon and weight.ndim == CONVOLUTION else own).append(weight)
     groups: list[dict[str, Any]] = [{"params": weights, "factor": 1.0}]
+    if matrices:
+        groups.append({"params": matrices, "factor": MUON_FACTOR, "matrices": True})
     if gains:
-        factor = 0.0 if warm_start else config.gain_rate / config.learning_rate
-        groups.append({"params": list(gains.values()), "factor": factor})
+        groups.append({"params": gains, "factor": 0.0 if warm_start else config.gain_rate / config.learning_rate})
     if config.optimiser == "sgd" and not warm_start:
         return torch.optim.SGD(groups, lr=config.learning_rate)
     betas = (0.9 if warm_start else config.beta1, 0.999)
-    return torch.optim.Adam(groups, lr=config.learning_rate, betas=betas)
+    return (Muon if muon else torch.optim.Adam)(groups, lr=config.learning_rate, betas=betas)
 
 
 def holds_state(folder: Path) -> bool:

@@ -130,7 +130,7 @@ def train(
         problem = None
         for at, row in enumerate(history, state.iteration - len(history) + 1):
             recent.append((at, row[GAP]))
-            if problem := trouble(config, row):
+            if problem := trouble(config, row, at):
                 break
         if problem is None and due:
             problem = bad_weights(state.network)
@@ -148,6 +148,8 @@ def train(
             recent.clear()
             if rollbacks >= config.maximum_rollbacks:
                 limit = "trust" if config.trust else "learning_rate"
+                if failed <= config.warm:
+                    limit = "denoise_rate" if failed <= config.denoise else "relate_rate"
                 if metrics_file is not None:
                     metrics_file.write(event | {"event": "divergence"})
                 raise DivergenceError(
