@@ -764,6 +764,24 @@ def test_ctrl_c_leaves_a_run_that_can_be_resumed(cli: Cli, tmp_path: Path, by: s
     assert log == list(range(2, log[-1] + 1, 2))
 
 
+def test_what_nohup_started_goes_on(tmp_path: Path):
+    """A signal that is ignored from the start stays so."""
+    run = tmp_path / "run"
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        process = in_process(*quick(run, iterations=3000, batch=20, store=50, checkpoint_every=10))
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    for _ in range(2):
+        reached = iteration_of(run)
+        while process.poll() is None and iteration_of(run) < reached + 20:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGHUP)
+    assert process.poll() is None
+    process.kill()
+    process.communicate()
+
+
 # Packing a run, and where image files come from.
 
 

@@ -317,7 +317,10 @@ def test_a_warm_start_resumes_bit_for_bit(warm_run: tuple[Config, Path], tmp_pat
     with pytest.raises(Death):
         train(it, DATA, tmp_path, report=report)
     assert ended(tmp_path)[1]["iteration"] == saved
-    train(it, DATA, tmp_path, resume=True)
+    resumed, _ladder = train(it, DATA, tmp_path, resume=True)
+    for name, weight in resumed.network.named_parameters():  # else each is updated by itself on a GPU
+        laid_out = [resumed.average[name], *resumed.optimiser.state.get(weight, {}).values()]
+        assert {value.stride() for value in laid_out if value.shape == weight.shape} == {weight.stride()}, name
     (tensors, facts), (expected, expected_facts) = ended(tmp_path), ended(whole)
     assert facts == expected_facts and tensors.keys() == expected.keys()
     for key, value in expected.items():
@@ -710,6 +713,19 @@ def test_drafted_steps_are_exact_by_the_check_and_counted() -> None:
     few = check_precision(network, "drafted", x[:9], t[:9], sigma, torch.Generator().manual_seed(1))
     assert len(few.kept.unique()) == 1  # of all: nine chains say nothing of a level
     assert check_precision(network, "fp32", x, t, sigma, torch.Generator().manual_seed(1)).kept is None
+
+
+def test_few_chains_at_a_level_are_enough_to_refuse_its_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them drafts several bursts. Planted: a level of four chains where no draft is kept."""
+    network, x, t, sigma = drafted_network()
+    few = torch.cat([(t == level).nonzero().flatten()[:4] for level in range(len(sigma))])
+
+    def burst(network: Any, x: Tensor, t: Tensor, *_: Any) -> Any:
+        return lambda: torch.where(t == 2, -100.0, 0.0)
+
+    monkeypatch.setattr(guarding, "_burst", burst)
+    settled, (sentence,) = settle_precision(network, "drafted", Chains.start(x[few], t[few]), sigma, seed=0)
+    assert settled == "tf32x2" and "0.00 at its worst level" in sentence
 
 
 def test_drafts_give_way_to_what_decides_them(monkeypatch: pytest.MonkeyPatch) -> None:

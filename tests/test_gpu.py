@@ -176,6 +176,7 @@ def test_nothing_waits_for_the_device_within_an_iteration() -> None:
         **{"network": "level-resnet", "width": 16, "heads": 2, "hidden": 1, "floor": 0.2, "top": 11, "device": "cuda"},
         **{"compile": True, "denoise": 4, "relate": 4, "iterations": 40, "batch": 32, "store": 64, "average": 0.9},
         **{"label_move": "carry", "block": 4, "level_rate": 0.3, "gain_rate": 1e-3, "adapt_every": 10, "trust": 0.1},
+        optimiser="muon",
     )
     setup = begin(config, data)
     for part, iteration in ((denoise, 0), (relate, 4), (step, 11)):
@@ -207,6 +208,7 @@ def test_a_resumed_run_continues_bit_for_bit(precision: str, tmp_path: Path) -> 
             "batch": 32,
             "store": 64,
             "trust": 0.1,
+            "optimiser": "muon",
         },
         **{"steps": 3, "bursts": 2, "label_move": "carry", "block": 4, "level_rate": 0.3, "gain_rate": 1e-3},
         **{"learning_rate": 1e-4, "adapt_every": 2, "average": 0.9, "checkpoint_every": 4, "log_every": 2},

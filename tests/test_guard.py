@@ -16,8 +16,10 @@ from daebm import checkpoint, model, runs, training
 from daebm.cli import main
 from daebm.config import Config
 from daebm.data import Dataset
+from daebm.denoising import nothing_known
 from daebm.errors import DivergenceError, InputError
 from daebm.experiments import gaussian_1d
+from daebm.guard import WARM_LIMIT
 from daebm.state import CHECKPOINT, STATE, TrainingState
 from daebm.training import train
 
@@ -312,22 +314,33 @@ def test_a_divergence_names_what_holds_updates(monkeypatch: pytest.MonkeyPatch, 
 def test_a_warm_start_that_explodes_is_a_divergence(
     monkeypatch: pytest.MonkeyPatch, denoise: int, limit: str, tmp_path: Path
 ) -> None:
-    """Its loss is no energy gap, for which hundreds are little: a pixel costs half a nat if nothing is known."""
+    """Its loss is no energy gap, for which hundreds are little. What is learned next begins at its own rate again."""
+    worst = WARM_LIMIT * nothing_known(dataset().train[0].numel())
 
     def exploded(state: TrainingState, take: Take) -> Tensor:
         measures = take()
-        measures[0] = 11.0
+        measures[0] = 1.01 * worst
         return measures
 
     changes = {"network": "level-mlp", "denoise": denoise, "relate": 20 - denoise}
     inject(monkeypatch, exploded, when=14)
     state, _ladder = train(small(**changes), dataset(), tmp_path)
-    assert state.rollbacks == 1 and "warm start is 11 nats a pixel" in log(tmp_path)[1][0]["reason"]
+    (event,) = log(tmp_path)[1]
+    assert state.rollbacks == 1 and "warm start" in event["reason"] and event["rate_scale"] == 0.5
+    assert state.rate_scale == 1
     inject(monkeypatch, exploded, when=14, times=-1)
-    with pytest.raises(DivergenceError, match=f"lower {limit} "):
+    with pytest.raises(DivergenceError, match=rf"lower {limit} \(now \S+\); the last"):
         train(small(maximum_rollbacks=0, **changes), dataset())
-    inject(monkeypatch, exploded, when=22)  # with chains a loss of 11 is nothing unusual
+    inject(monkeypatch, exploded, when=22)  # with chains such a loss is nothing unusual
     assert not train(small(**changes), dataset())[0].rollbacks
+
+
+def test_who_knows_nothing_has_not_diverged() -> None:
+    """One dimension and many levels: to guess a label costs more than all noise."""
+    points = torch.randn(200, 1, generator=torch.Generator().manual_seed(0))
+    config = small(network="level-mlp", relate=20, top=60, relate_rate=1e-9)
+    state, _ladder = train(config, Dataset("line", points, points[:50]))
+    assert not state.rollbacks
 
 
 def test_a_rate_that_is_far_too_high_ends_the_run(tmp_path: Path):

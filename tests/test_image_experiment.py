@@ -5,6 +5,7 @@ import math
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -260,6 +261,42 @@ def test_standard_error_counts_chains_not_draws() -> None:
     ten = once._replace(x=x.repeat(10, 1, 1, 1), t=t.repeat(10), chain=once.chain.repeat(10))
     errors = [np.array(image_measures.level_measures(trained, w)["energy_gap_se_by_level"]) for w in (once, ten)]
     np.testing.assert_allclose(errors[1], errors[0], rtol=0.05)
+
+
+def test_what_travels_fast_is_not_seen_more_often_at_level_0() -> None:
+    """Two kinds of chains, equally often at t = 0: one comes and goes, the other stays there or away.
+
+    Planted: a draw of each chain that has ever been there.
+    """
+    generator = torch.Generator().manual_seed(4)
+    fast = torch.arange(4000) < 2000
+    level = torch.rand(20, 4000, generator=generator)
+    level[:, ~fast] = level[:1, ~fast]
+    t, chain = (level > 0.1).long().flatten(), torch.arange(4000).repeat(20)
+    x = fast.float().repeat(20).reshape(-1, 1, 1, 1)
+    seen = image_measures.at_zero(image_measures.Walk(x, t, chain, torch.zeros(2), 0), generator)
+    once = torch.unique(chain[t == 0])
+    assert len(seen) == len(once)
+    # 2,000 slow chains are at t = 0 in all snapshots or in none: some 200 of them.
+    error = 0.25 / math.sqrt(200)
+    assert abs(float(seen.mean()) - 0.5) < 5 * error < float(fast[once].double().mean()) - 0.5
+
+
+def test_errors_hold_what_is_not_known_of_the_held_out_images() -> None:
+    """Of means and variances: in 200 sets of chains and images the errors are what z scores need to have size 1."""
+    trained, scores = gaussian(), []
+    z = trained.dataset.train
+    for k in range(200):
+        images_of = replace(trained.dataset, held_out=z[50 * k : 50 * (k + 1)])
+        rows = torch.randint(len(z), (100,), generator=trained.generator)
+        x = trained.model.ladder.diffuse(z[rows], torch.zeros(100, dtype=torch.long), trained.generator)
+        found = image_measures.HeldOut(replace(trained, dataset=images_of)).against(0, x, torch.arange(100))
+        scores.append(
+            [found.mean_difference / found.mean_difference_se, (found.variance_ratio - 1) / found.variance_ratio_se]
+        )
+    size = np.square(scores).mean(0) ** 0.5
+    # sd of such a root over 200 sets is .05; without the images' part scores would be sqrt(3) times as large.
+    np.testing.assert_allclose(size, 1, atol=0.25)
 
 
 def test_draws_of_one_chain_say_nothing_of_the_variance() -> None:

@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from daebm import networks, state
+from daebm import Dataset, InputError, networks, state
 from daebm.config import Config
 from daebm.ladder import Ladder
 from daebm.muon import Muon, orthogonal
+from daebm.training import begin
 
 
 def of_condition(rows: int, columns: int, least: float, seed: int) -> Tensor:
@@ -18,7 +19,7 @@ def of_condition(rows: int, columns: int, least: float, seed: int) -> Tensor:
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (6, 40), (40, 6), (1, 5)], ids=str)
-@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e6], ids=str)
+@pytest.mark.parametrize("scale", [1e-35, 1.0, 1e35], ids=str)
 def test_a_step_keeps_the_directions_alone(shape: tuple[int, int], scale: float) -> None:
     """P Q' of P S Q': same singular vectors, values that the polynomial leaves between .7 and 1.2.
 
@@ -103,6 +104,15 @@ def test_a_step_follows_nesterovs_momentum() -> None:
 def test_chains_are_learned_from_by_adam() -> None:
     groups = state.optimiser(Config(network="level-resnet", optimiser="muon"), network()).param_groups
     assert not any(group.get("matrices") for group in groups)
+
+
+def test_muon_without_convolutions_to_move_is_refused() -> None:
+    data = Dataset.standardised("images", torch.randn(60, 1, 8, 8), torch.randn(10, 1, 8, 8))
+    fine = {"optimiser": "muon", "network": "level-resnet", "width": 4, "hidden": 1, "floor": 0.2, "batch": 10}
+    assert isinstance(begin(Config(denoise=5, **fine), data).state.optimiser, Muon)
+    for changes in ({}, {"denoise": 5, "network": "level-mlp"}):
+        with pytest.raises(InputError, match="optimiser=muon moves the convolutions of a warm start"):
+            begin(Config(**(fine | changes)), data)
 
 
 def test_a_weight_without_a_slope_stays() -> None:

@@ -27,7 +27,7 @@ from daebm.errors import InputError
 from daebm.experiments import gaussian_1d
 from daebm.ladder import Ladder
 from daebm.methods import METHODS, Negatives, draw_negatives
-from daebm.networks import LevelMLP
+from daebm.networks import GaussianTop, LevelMLP
 from daebm.runs import matched_iterations
 from daebm.state import CHECKPOINT, STATE, TrainingState, build_ladder, start
 from daebm.training import Setup, advance, begin, learning_rate, step, train
@@ -550,7 +550,7 @@ def test_the_penalty_prefers_no_level() -> None:
     base = network.base
     white = torch.randn(len(t), dimension, generator=torch.Generator().manual_seed(3))
     x = (white / base.precision[t] + base.centre[t]) @ base.axes.T
-    for measured_from, caught in ((network, False), (nn.Identity(), True)):
+    for measured_from, caught in ((network, False), (GaussianTop(network, top=6), False), (nn.Identity(), True)):
         loss, _u, _v = likelihood_loss(measured_from, network, Config(energy_penalty=weight), x, t, x, t)
         (pull,) = torch.autograd.grad(loss, network.constant)  # 2 weight / 7 times twice a mean over the level's rows
         errors = pull / (4 * weight / 7) / math.sqrt(dimension / 2 / rows)

@@ -37,7 +37,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         os.replace(temporary, path)
     except BaseException as error:  # a full disk, say, or Ctrl-C: give the space back
         temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError):  # that of a write names no file
+        if isinstance(error, OSError) and error.filename in (None, str(temporary)):  # that of a write names no file
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
 
@@ -46,8 +46,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 def new_folder(path: Path) -> Iterator[Path]:
     """A folder to fill, which becomes ``path``, new or empty, in one step; nothing is left if that fails."""
     path = path.absolute()  # "." has no name
-    temporary = path.with_name(path.name + ".partial")
-    shutil.rmtree(temporary, ignore_errors=True)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.partial")  # of nobody else
     try:
         temporary.mkdir(parents=True)
         yield temporary

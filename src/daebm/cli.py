@@ -200,8 +200,9 @@ class Ood:
         _set_threads(self.threads)
         if self.data_dir is not None:
             os.environ["DAEBM_DATA"] = str(self.data_dir)
-        if wrong := [name for name in self.scores if name not in profile.NAMES] or not self.scores:
-            raise InputError(f"--scores takes {', '.join(profile.NAMES)}, got {wrong or 'none'}")
+        wrong = [name for name in self.scores if name not in profile.NAMES]
+        if wrong or not self.scores:
+            raise InputError(f"--scores takes {', '.join(profile.NAMES)}, got {', '.join(wrong) or 'none'}")
         if self.images < 0:
             raise InputError(f"--images must be 0 or more, got {self.images}")
         if self.out is not None:
@@ -340,7 +341,9 @@ def main() -> None:
     command = None
     for name in ("SIGTERM", "SIGHUP"):  # of batch systems and closed terminals: ended as Ctrl-C ends it
         if hasattr(signal, name) and threading.current_thread() is threading.main_thread():
-            signal.signal(getattr(signal, name), _interrupt)
+            number = getattr(signal, name)
+            if signal.getsignal(number) != signal.SIG_IGN:  # under nohup it is to go on
+                signal.signal(number, _interrupt)
     try:
         command = tyro.extras.subcommand_cli_from_dict(
             COMMANDS,

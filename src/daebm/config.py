@@ -55,7 +55,7 @@ class Config:
     # Optimiser
     iterations: int = 1000  # of all parts: denoise and relate first, finish last
     batch: int = 100  # data points, and chains, per iteration
-    optimiser: str = "adam"  # adam, sgd, or muon (adam but for convolutions)
+    optimiser: str = "adam"  # adam, sgd, or muon: adam but for convolutions in the warm start
     learning_rate: float = 1e-3  # while chains persist
     beta1: float = 0.0  # Adam's momentum
     denoise: int = 0  # iterations of denoising score matching first, a warm start

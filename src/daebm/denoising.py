@@ -5,6 +5,7 @@ It says nothing of what diffused data never reach, nor of the levels' masses: th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -115,6 +116,11 @@ def label_loss(energy: Energy, x: Tensor, t: Tensor, labels: Tensor, valid: Tens
     u = carried_energies(energy, x, t, labels)[1]
     own = (valid & (labels == t.unsqueeze(1))).int().argmax(1)
     return F.cross_entropy(torch.where(valid, -u, -torch.inf), own)
+
+
+def nothing_known(dimension: int) -> float:
+    """The larger of the two losses for a guess at every label and no noise removed."""
+    return 0.5 + LABEL_WEIGHT * math.log(BLOCK) / dimension
 
 
 def relating_loss(score: Callable[..., Tensor], energy: Energy, *given: Tensor) -> Tensor:

@@ -15,17 +15,17 @@ from daebm.config import Config
 MEASURES = ("loss", "gap", "grad_norm", "acceptance")  # what an iteration returns
 GAP = MEASURES.index("gap")
 WEIGHT_LIMIT = 1e6  # networks here have weights of order 1; a float32 energy beyond this has lost its last nat
-WARM_LIMIT = 10.0  # nats a pixel, in a warm start: one half is what knowing nothing costs
+WARM_LIMIT = 20.0  # times what knowing nothing costs, in a warm start
 
 
-def trouble(config: Config, measures: list[float], iteration: int) -> str | None:
-    """Of the measures of an iteration, the first is number 1."""
+def trouble(config: Config, measures: list[float], iteration: int, nothing_known: float) -> str | None:
+    """Of the measures of an iteration, the first is number 1; ``nothing_known`` is what that costs in a warm start."""
     named = dict(zip(MEASURES, measures, strict=True))
     for name in ("loss", "gap", "grad_norm"):
         if not math.isfinite(named[name]):
             return f"{name} is {named[name]}"
-    if iteration <= config.warm and named["loss"] > WARM_LIMIT:
-        return f"the loss of the warm start is {named['loss']:.3g} nats a pixel, beyond {WARM_LIMIT:g}"
+    if iteration <= config.warm and named["loss"] > WARM_LIMIT * nothing_known:
+        return f"the loss of the warm start is {named['loss']:.3g}, and {nothing_known:.3g} if nothing is known"
     for name, title in (("gap", "energy gap"), ("loss", "loss")):
         if abs(named[name]) > config.maximum_gap:
             return f"the {title} is {named[name]:.3g}, beyond maximum_gap={config.maximum_gap:g}"
@@ -39,6 +39,9 @@ def bad_weights(network: nn.Module) -> str | None:
         if not largest <= WEIGHT_LIMIT:  # also false for NaN
             return f"the largest weight of {name} is {largest:.3g}"
     return None
+
+
+LASTING = ("roll-back", "divergence")  # events of iterations that are not in the state
 
 
 class MetricsLog:
@@ -55,7 +58,7 @@ class MetricsLog:
                 entry = json.loads(line)
             except ValueError:
                 continue
-            if "event" in entry or entry["iteration"] <= iteration:
+            if entry["iteration"] <= iteration or entry.get("event") in LASTING:
                 kept.append(line)
         if event is not None:
             kept.append(json.dumps(event))

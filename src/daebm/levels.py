@@ -120,7 +120,8 @@ def settle(setup: Setup) -> None:
     state.steps.sigma = steps.sigma
     constant = getattr(state.network, "constant", None)
     if isinstance(constant, Tensor) and constant.shape == (ladder.levels,):
-        balance_levels(setup, torch.cat(draws), t.repeat(len(draws)))
+        late = slice(-BALANCED, None)
+        balance_levels(setup, torch.cat(draws)[late], t.repeat(len(draws))[late])
 
 
 def _parts(network: LevelResNet, x: Tensor, t: Tensor) -> Tensor:

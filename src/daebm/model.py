@@ -155,9 +155,9 @@ class Model:
         if self.config.label_move == "carry":
             return self.draw(count, generator, transitions=0, annealed_steps=ANNEALED_STEPS).x
         start = sampling.from_noise(self.sampler(), self.event, max(count, LEAST_CHAINS), generator)
-        settle, apart = math.ceil(SETTLED * self._round_trip), math.ceil(self._round_trip / self.ladder.levels)
+        settle = math.ceil(SETTLED * self._round_trip)
         with torch.no_grad():
-            return sampling.looked_at(self.sampler(), start, count, settle, apart, generator).x
+            return sampling.looked_at(self.sampler(), start, count, settle, generator).x
 
     @property
     def _round_trip(self) -> float:

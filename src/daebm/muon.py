@@ -54,7 +54,9 @@ class Muon(torch.optim.Adam):
 def orthogonal(matrices: Tensor) -> Tensor:
     """About P Q' of each P S Q', (n, rows, columns), by Newton and Schulz; singular values end between .7 and 1.2."""
     wide = matrices if matrices.shape[1] <= matrices.shape[2] else matrices.mT
-    wide = wide / wide.flatten(1).norm(dim=1).clamp(min=torch.finfo(wide.dtype).tiny)[:, None, None]
+    least = torch.finfo(wide.dtype).tiny
+    wide = wide / wide.abs().amax((1, 2), keepdim=True).clamp(min=least)  # squares of tiny numbers are 0
+    wide = wide / wide.norm(dim=(1, 2), keepdim=True).clamp(min=least)
     first, third, fifth = POLYNOMIAL
     for _ in range(ROUNDS):
         square = wide @ wide.mT

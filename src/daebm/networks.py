@@ -233,6 +233,11 @@ class GaussianTop(nn.Module):
         super().__init__()
         self.inner, self.top = inner, top
 
+    @property
+    def base(self) -> nn.Module | None:
+        """The Gaussian that the inner network starts from, if it does."""
+        return getattr(self.inner, "base", None)
+
     def forward(self, x: Tensor, t: Tensor) -> Tensor:
         learned: Tensor = self.inner(x, t.clamp(max=self.top - 1))
         return torch.where(t == self.top, x.square().flatten(1).sum(1) / 2, learned)

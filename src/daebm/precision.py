@@ -25,9 +25,9 @@ LIMIT = 0.01  # of either change; a 0.3-nat error moves the *mean* acceptance by
 # Of drafts: a step in 16 bits takes half of one in tf32x2, so that with half of them undone nothing is won; and at a
 # single level chains must still move.
 LEAST_KEPT, LEAST_KEPT_THERE = 0.6, 0.2
-KNOWN = 20  # chains by which a level knows its own share of drafts kept; with fewer it has that of all
+KNOWN = 20  # draws by which a level knows its own share of drafts kept; with fewer it has that of all
 FALLBACK = {"fp16": "tf32", "bf16": "tf32", "tf32": "tf32x2", "drafted": "tf32x2", "tf32x2": "fp32"}
-CHECK_CHAINS = 4096  # at most so many chains take part in a check
+CHECK_CHAINS = 4096  # so many draws take part in a check: fewer chains are moved more than once
 CHECK_SEED = 40_000_003  # a stream of its own: looking must not change a run
 LABELS = 8  # labels whose probabilities are compared, around the chain's own
 
@@ -35,7 +35,7 @@ LABELS = 8  # labels whose probabilities are compared, around the chain's own
 class PrecisionReport(NamedTuple):
     """Mean absolute change of the acceptance probability and total variation of the label draw, both (T + 1,).
 
-    ``kept`` is the probability of keeping a draft, by level (of all chains, where few are); None without drafts. Its
+    ``kept`` is the probability of keeping a draft, by level (of all draws, where few are); None without drafts. Its
     mean is over levels, as chains are spread over them.
     """
 
@@ -152,7 +152,8 @@ def settle_precision(
     refused = []
     while precision in FALLBACK:
         generator = torch.Generator(chains.x.device).manual_seed(seed + CHECK_SEED)
-        some = torch.randperm(len(chains), generator=generator, device=chains.x.device)[:CHECK_CHAINS]
+        some = torch.randperm(len(chains), generator=generator, device=chains.x.device)
+        some = some.repeat(-(-CHECK_CHAINS // len(some)))[:CHECK_CHAINS]
         report = check_precision(network, precision, chains.x[some], chains.t[some], sigma, generator, steps=steps)
         if report.passes:
             break

@@ -19,7 +19,7 @@ from daebm.samplers import langevin
 from daebm.samplers.langevin import Info, Kernel, State
 from daebm.samplers.mgms import Energy, LabelMove, at_level, carried_to, transition
 
-LOOKS = 20  # times as many looks as it should take are too many
+ENOUGH, PATIENCE = 2, 10  # looks for so many times what is asked for; so many times as many looks are too many
 
 
 class Drawn(NamedTuple):
@@ -109,28 +109,30 @@ def until_visits(
     return Drawn(x, t, gradients, refused)
 
 
-def looked_at(sampler: Sampler, start: Drawn, count: int, settle: int, apart: int, generator: torch.Generator) -> Drawn:
-    """``count`` samples: x of the chains at t = 0 after ``settle`` transitions, and again every ``apart``.
+def looked_at(sampler: Sampler, start: Drawn, count: int, settle: int, generator: torch.Generator) -> Drawn:
+    """``count`` samples: x of chains at t = 0, looked at so often that there should be twice as many, at random.
 
-    At a time that is set beforehand the law at t = 0 is the model's, as far as chains have settled. When a chain
-    arrives there (Algorithm 3) is no such time: kinds of points from which labels travel fast are seen too often.
+    Chains settle for ``settle`` transitions; the looks are spread over half as many more. At a time that is set
+    beforehand the law at t = 0 is the model's, as far as chains have settled. When a chain arrives there (Algorithm 3)
+    is no such time, nor is when enough have been found: kinds of points from which labels travel fast would be seen too
+    often. Samples of one call are not quite independent, for a chain may be seen more than once.
     """
-    _positive(count=count, settle=settle, apart=apart)
-    here, found, seen = transitions(sampler, start, settle, generator), 0, []
-    most = LOOKS * math.ceil(count * sampler.ladder.levels / len(start.x))
-    while True:
+    _positive(count=count, settle=settle)
+    looks = math.ceil(ENOUGH * count * sampler.ladder.levels / len(start.x))
+    apart = math.ceil(settle / (2 * looks))
+    here, seen = transitions(sampler, start, settle, generator), []
+    for k in range(looks * PATIENCE):
         seen.append(here.x[here.t == 0])
-        found += len(seen[-1])
-        if found >= count:
-            x = torch.cat(seen)[:count]
+        x = torch.cat(seen)
+        if k + 1 >= looks and len(x) >= count:
+            x = x[torch.randperm(len(x), generator=generator, device=x.device)[:count]]
             return Drawn(x, torch.zeros(count, dtype=torch.long, device=x.device), here.gradients, here.refused)
-        if len(seen) == most:
-            raise DaebmError(
-                f"{found} of {count} samples were found in {most} looks at {len(here.x)} chains, and there should be "
-                "one at each level: the labels of this model hardly mix; train it for longer, on more levels or with "
-                "a larger noise floor"
-            )
         here = transitions(sampler, here, apart, generator)
+    raise DaebmError(
+        f"{len(torch.cat(seen))} of {count} samples were found in {len(seen)} looks at {len(here.x)} chains, and there "
+        "should be one at each level: the labels of this model hardly mix; train it for longer, on more levels or with "
+        "a larger noise floor"
+    )
 
 
 def annealed(

@@ -97,6 +97,11 @@ def start(config: Config, data: Tensor, ladder: Ladder, network: nn.Module | Non
         network.log_gain.requires_grad_(config.gain_rate > 0)
     elif config.gain_rate:
         raise InputError("gain_rate needs a network with gains for its levels: level-resnet")
+    if config.optimiser == "muon" and not (config.warm and any(w.ndim == CONVOLUTION for w in network.parameters())):
+        raise InputError(
+            "optimiser=muon moves the convolutions of a warm start: it needs denoise or relate, and a network with "
+            "convolutions (level-resnet or resnet)"
+        )
     if config.start == "data":
         chains = Chains.from_data(config.store, data, ladder, generator)
     else:
@@ -250,12 +255,16 @@ def _pack(state: TrainingState) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 def _unpack(state: TrainingState, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
     state.network.load_state_dict(_part(tensors, "network"))
-    device = state.order.device
-    state.average = _part(tensors, "average", device)
+    device, weights = state.order.device, dict(state.network.named_parameters())
+    # Laid out as the weights are, which no file knows: only then are all of them updated at once.
+    for name, value in _part(tensors, "average", device).items():
+        state.average[name] = torch.empty_like(weights[name]).copy_(value)
+    moved = [weight for group in state.optimiser.param_groups for weight in group["params"]]
     entries: dict[int, dict[str, Tensor]] = {}
     for key, value in _part(tensors, "optimiser").items():
-        index, name = key.split(".")
-        entries.setdefault(int(index), {})[name] = value
+        index, name = int(key.split(".")[0]), key.split(".")[1]
+        like = moved[index] if value.shape == moved[index].shape else value
+        entries.setdefault(index, {})[name] = torch.empty_like(like, dtype=value.dtype).copy_(value)
     groups = state.optimiser.state_dict()["param_groups"]
     state.optimiser.load_state_dict({"state": entries, "param_groups": groups})
     state.chains = Chains(**_part(tensors, "chains", device))

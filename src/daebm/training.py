@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from daebm import engine
 from daebm.config import Config
 from daebm.data import Dataset, check_finite
-from daebm.denoising import draw_labelled, draw_noisy
+from daebm.denoising import draw_labelled, draw_noisy, nothing_known
 from daebm.engine import Engine
 from daebm.errors import DivergenceError, InputError
 from daebm.guard import GAP, MEASURES, MetricsLog, bad_weights, trouble
@@ -130,7 +130,7 @@ def train(
         problem = None
         for at, row in enumerate(history, state.iteration - len(history) + 1):
             recent.append((at, row[GAP]))
-            if problem := trouble(config, row, at):
+            if problem := trouble(config, row, at, nothing_known(setup.data[0].numel())):
                 break
         if problem is None and due:
             problem = bad_weights(state.network)
@@ -147,14 +147,14 @@ def train(
             }
             recent.clear()
             if rollbacks >= config.maximum_rollbacks:
-                limit = "trust" if config.trust else "learning_rate"
-                if failed <= config.warm:
-                    limit = "denoise_rate" if failed <= config.denoise else "relate_rate"
+                limit, more = "trust" if config.trust else "learning_rate", " or raise energy_penalty"
+                if at <= config.warm:
+                    limit, more = "denoise_rate" if at <= config.denoise else "relate_rate", ""
                 if metrics_file is not None:
                     metrics_file.write(event | {"event": "divergence"})
                 raise DivergenceError(
                     f"training diverged at iteration {failed} ({problem}) after {rollbacks} roll-backs: "
-                    f"lower {limit} (now {getattr(config, limit):g}) or raise energy_penalty; "
+                    f"lower {limit} (now {getattr(config, limit):g}){more}; "
                     "the last good checkpoint is kept, --overwrite starts again"
                 )
             saved.load(state)
@@ -217,6 +217,7 @@ def advance(setup: Setup) -> Tensor:
     if config.warm and state.iteration in (config.denoise, config.warm):  # the next part begins
         settle(setup)
         state.optimiser = optimiser(config, state.network, state.iteration < config.warm)
+        state.rate_scale = 1.0  # what was too fast for one part says nothing of the rates of the next
         state.average = {k: v.detach().clone() for k, v in state.network.named_parameters() if config.average}
     if config.finish and state.iteration == config.learned:
         with torch.no_grad():  # in place: graphs read them there

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -66,11 +65,14 @@ def walk(trained: Trained, x: Tensor, t: Tensor, total: int) -> Walk:
     return Walk(x, t, chain, seen.acceptance(), total * (config.steps + 1) * chains)
 
 
-def at_zero(walked: Walk) -> Tensor:
-    """The latest draw at t = 0 of each chain that has one: two of the same chain would look alike."""
-    there = (walked.t == 0).nonzero().squeeze(1).flip(0).cpu()
-    _chains, latest = np.unique(walked.chain.cpu()[there].numpy(), return_index=True)
-    return walked.x[there[torch.from_numpy(latest)].to(walked.x.device)]
+def at_zero(walked: Walk, generator: torch.Generator) -> Tensor:
+    """Of the draws at t = 0 as many as there are chains that have one, at random.
+
+    One of each chain would look less alike, but that a chain is ever seen there favours what travels fast.
+    """
+    there = (walked.t == 0).nonzero().squeeze(1)
+    chosen = torch.randperm(len(there), generator=generator, device=there.device)
+    return walked.x[there[chosen[: len(torch.unique(walked.chain[there]))]]]
 
 
 def diffused(trained: Trained, images: Tensor, level: int = 0) -> Tensor:
@@ -110,6 +112,8 @@ class HeldOut:
         self.trained, self.images = trained, trained.dataset.held_out
         z = trained.dataset.standardise(self.images)
         self.mean, self.variance = float(z.mean()), float(z.var(0).mean())
+        brightness, spread = z.flatten(1).mean(1), (z - z.mean(0)).square().flatten(1).mean(1)
+        self.mean_se, self.variance_se = (float(part.std()) / math.sqrt(len(z)) for part in (brightness, spread))
 
     def against(self, level: int, x: Tensor, chain: Tensor) -> Moments:
         """Draws x at a level of the chains that ``chain`` names; nothing is known of fewer than two."""
@@ -126,8 +130,8 @@ class HeldOut:
             abs(float(x.mean()) - math.sqrt(abar) * self.mean) / math.sqrt(variance),
             _variance(x, chain) / variance,
             float(u_held.mean() - u.mean()),
-            _chain_error(brightness, chain),
-            _chain_error(spread, chain),
+            math.hypot(_chain_error(brightness, chain), math.sqrt(abar / variance) * self.mean_se),
+            math.hypot(_chain_error(spread, chain), abar / variance * self.variance_se),
             math.hypot(math.sqrt(float(u_held.var() / len(u_held))), _chain_error(u, chain)),
         )
 

@@ -162,8 +162,8 @@ def evaluate(trained: Trained) -> tuple[Summary, Arrays]:
         summary |= found | {"annealed_gradients_per_sample": each}
         few = slice(config.post_chains)
         drawn = walk(trained, start.x[few], start.t[few], config.post_transitions)
-        samples, gradients = at_zero(drawn), each * config.post_chains + drawn.gradients
-        shown |= {"store": at_zero(walked), "annealed": start.x}
+        samples, gradients = at_zero(drawn, generator), each * config.post_chains + drawn.gradients
+        shown |= {"store": at_zero(walked, generator), "annealed": start.x}
         at_0 |= {"store": walked.x[walked.t == 0], "samples": drawn.x[drawn.t == 0]}
         arrays["trips"] = trained.chains.trips.cpu().numpy()
     else:
