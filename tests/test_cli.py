@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 
+import daebm
 from daebm import checkpoint, report, runs
 from daebm.cli import main
 from daebm.config import Config, explained, resolve
@@ -586,7 +587,8 @@ BAD_SETTINGS = [
 def test_bad_settings(cli: Cli, tmp_path: Path, setting: str, word: str, method: str):
     if method == "persistent" and setting in ("top=1", "last_variance=1.5"):
         pytest.skip("a plain EBM has no ladder to refuse it")
-    arguments = ["run", "gaussian-1d", "--preset", "quick", "--method", method, *sets(**TINY), "--set", setting]
+    without = {key: value for key, value in TINY.items() if key != setting.partition("=")[0]}
+    arguments = ["run", "gaussian-1d", "--preset", "quick", "--method", method, *sets(**without), "--set", setting]
     assert_one_sentence(cli(*arguments, "--out", tmp_path / "new" / "run"), word)
     assert tree(tmp_path) == {}
 
@@ -780,6 +782,16 @@ def test_what_nohup_started_goes_on(tmp_path: Path):
     assert process.poll() is None
     process.kill()
     process.communicate()
+
+
+def test_a_setting_is_given_once(cli: Cli, tmp_path: Path):
+    ended = cli("show", "gaussian-1d", "--set", "steps=3", "--set", "steps=4")
+    assert_one_sentence(ended, "--set gives steps twice, 3 and 4")
+
+
+def test_the_version(cli: Cli):
+    ended = cli("--version")
+    assert ended.status == 0 and ended.out == f"daebm {daebm.__version__}\n"
 
 
 # Packing a run, and where image files come from.

@@ -278,7 +278,9 @@ def test_pictures_of_other_sizes(cli: Cli, picture_model: Path, tmp_path: Path) 
 
 def test_the_report(cli: Cli, model: Path, tmp_path: Path) -> None:
     ended = cli("inspect", model)
-    assert ended.status == 0 and ended.err == "" and str(model / "report.html") in ended.out
+    assert ended.status == 0 and str(model / "report.html") in ended.out
+    concerns = DAEBM.load(model).concerns()
+    assert concerns and ended.err.splitlines() == [f"daebm: note: {concern}" for concern in concerns]
     assert_self_contained(model / "report.html")
     text = (model / "report.html").read_text()
     for name in ("training", "energies", "calibration"):
@@ -345,7 +347,7 @@ def test_a_full_memory_is_one_sentence(cli: Cli, tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(tables, "whole", fail)
     write_csv(tmp_path / "x.csv", rows())
-    assert_one_sentence(cli("fit", "x.csv", "--out", "m"), "out of memory: give fewer rows")
+    assert_one_sentence(cli("fit", "x.csv", "--out", "m"), "out of memory: give smaller data")
     assert [path.name for path in tmp_path.iterdir()] == ["x.csv"]
 
 
@@ -419,11 +421,12 @@ def test_nothing_is_overwritten_unasked(cli: Cli, model: Path, tmp_path: Path) -
         ("a,b\n1,2,3\n", "line 2 has 3 cells, and the first one has 2"),
         ("a\n1\n\n2\n", "line 3 is empty"),
         (",a\n0,1\n1,2\n", "column 1 has no name; an index of rows is no data"),
+        (",0,1\n0,5,6\n1,7,8\n", "column 1 has no name; an index of rows is no data"),
         ("a,a\n0,1\n", "two columns are called 'a'"),
         ("a;b\n1,5;2\n", "column 'a' holds '1,5'"),
         ('a,b\n"1,2\n', "cannot be read as csv"),
         ("a,b\n1,2\n3,4\n", "has 2 rows, too few to learn from: give at least 4"),
-        ("a,b\n" + "1,2\n" * 9, "every column of X is constant"),
+        ("a,b\n" + "1,2\n" * 9, "every column is constant"),
     ],
     ids=str,
 )
@@ -431,6 +434,69 @@ def test_bad_tables(cli: Cli, tmp_path: Path, content: str, words: str) -> None:
     (tmp_path / "x.csv").write_text(content)
     assert_one_sentence(cli("fit", "x.csv", "--out", "m"), words)
     assert [path.name for path in tmp_path.iterdir()] == ["x.csv"]
+
+
+def test_a_value_that_sets_the_scale_is_said(cli: Cli, tmp_path: Path) -> None:
+    """A code for a missing value, with the name of its column, in the fit and whenever it is looked at."""
+    x = rows()
+    x[7, 0] = -9999
+    write_csv(tmp_path / "x.csv", x, "temperature,pressure,site")
+    ended = cli("fit", "x.csv", "--out", "m", "--fpr", 0.1)
+    (note,) = [line for line in ended.err.splitlines() if "set the scale" in line]
+    assert note.startswith("daebm: note: column 'temperature' holds -9999, and half of its values lie in ")
+    assert cli("inspect", "m").err.splitlines().count(note) == 1
+    write_csv(tmp_path / "y.csv", x)
+    assert "note: column 0 (from 0) holds -9999" in cli("fit", "y.csv", "--out", "n", "--fpr", 0.1).err
+
+
+def test_what_was_read_is_said(cli: Cli, fitted: Path, tmp_path: Path) -> None:
+    write_csv(tmp_path / "x.csv", rows(), "temperature,pressure,site")
+    ended = cli("fit", "x.csv", "--out", "m", "--fpr", 0.1, "--columns", "site", "pressure")
+    assert "x.csv: 80 rows of 2 columns (site, pressure)\n" in ended.out
+    assert "iteration 10 of 30: held-out log density " in ended.out and "training rows likelier by " in ended.out
+    ended = cli("score", fitted / "model", "x.csv", "-o", "s.csv")
+    assert re.search(r"^80 rows, \d+ flagged at a false-alarm rate of 0.1 by energy: s.csv$", ended.out, re.MULTILINE)
+    assert "nearly everything" not in ended.err
+    write_csv(tmp_path / "far.csv", rows() + 1000, "temperature,pressure,site")
+    assert "note: nearly everything is flagged" in cli("score", fitted / "model", "far.csv", "-o", "t.csv").err
+
+
+@pytest.mark.parametrize(
+    ("header", "options", "words"),
+    [
+        (
+            "temperature,pressure,site",
+            ["--columns", "pressure", "temperature", "site"],
+            "found by name: leave --columns",
+        ),
+        (
+            "temperature,pressure,where",
+            [],
+            "no column 'site', only temperature, pressure, where: add it, the model was",
+        ),
+        ("", ["--columns", "1", "2"], "and the model (3,): give what fit had (temperature, pressure, site)"),
+    ],
+    ids=str,
+)
+def test_columns_of_a_model(
+    cli: Cli, fitted: Path, tmp_path: Path, header: str, options: list[str], words: str
+) -> None:
+    write_csv(tmp_path / "x.csv", rows(), header)
+    assert_one_sentence(cli("score", fitted / "model", "x.csv", "-o", "s.csv", *options), words)
+
+
+def test_a_cell_that_a_model_needs(cli: Cli, fitted: Path, tmp_path: Path) -> None:
+    """The column cannot be left out, so that is no advice."""
+    (tmp_path / "x.csv").write_text("temperature,pressure,site\n20,,7\n")
+    ended = cli("score", fitted / "model", "x.csv", "-o", "s.csv")
+    assert_one_sentence(ended, "column 'pressure' is empty: fill it in, take the line out")
+    assert "--columns" not in ended.err
+
+
+@pytest.mark.parametrize("option", ["--columns", "--budget"])
+def test_an_option_is_given_once(cli: Cli, tmp_path: Path, option: str) -> None:
+    write_csv(tmp_path / "x.csv", rows(), "a,b,c")
+    assert_one_sentence(cli("fit", "x.csv", "--out", "m", option, "a", f"{option}=b"), f"{option} is given twice")
 
 
 @pytest.mark.parametrize(

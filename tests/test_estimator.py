@@ -23,7 +23,7 @@ from daebm.estimator import _split
 from daebm.fitting import Watch, energies, normalise_trained
 from daebm.profile import SAID, law
 from daebm.sampling import Drawn
-from daebm.units import Units
+from daebm.units import Units, wild
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning"),
@@ -422,13 +422,44 @@ def test_parameters_that_make_no_sense(parameters: dict[str, Any], message: str)
         quick(**parameters).fit(clusters(20))
 
 
+def test_columns_of_which_few_values_set_the_scale() -> None:
+    """One cell or ten; not what is skewed, heavy in its tails, or one value in half of its rows."""
+    rng = np.random.default_rng(0)
+    fine = np.stack([rng.lognormal(0, 1, 600), rng.standard_t(3, 600), 9.0 * (rng.random(600) < 0.01)], 1)
+    assert wild(fine) == []
+    x = np.column_stack([rng.normal(20, 3, (600, 2)), fine])
+    x[5, 1], x[::60, 4] = -9999, 999
+    x[::50, 0] = 1000
+    (first, value, low, high), (second, farthest, *_quartiles) = wild(x)
+    assert (first, value, second, farthest) == (0, 1000, 1, -9999) and 17 < low < 20 < high < 23
+    detector = quick().fit(x)
+    (said,) = [concern for concern in detector.concerns() if "set the scale" in concern]
+    assert said.startswith("column 0 (from 0) holds 1000, ") and "(and 1 more such columns)" in said
+
+
+def test_a_model_is_saved_where_it_hides_nothing(fitted: DAEBM, tmp_path: Path) -> None:
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "cat.png").write_bytes(b"")
+    (tmp_path / "file").write_text("")
+    train(Config(**QUICK, batch=20, store=50), Dataset("x", torch.randn(60, 2), torch.randn(9, 2)), tmp_path / "run")
+    for name, words in (("pictures", "holds other files"), ("file", "is no folder"), ("run", "holds a run")):
+        with pytest.raises(InputError, match=words):
+            fitted.save(tmp_path / name)
+    for _ in range(2):
+        fitted.save(tmp_path / "new")
+    assert DAEBM.load(tmp_path / "new").wild_ == []
+
+
 @pytest.mark.parametrize(
     ("x", "message"),
     [
-        (np.ones((30, 2)), "every column of X is constant: there is nothing to learn"),
-        (np.full((30, 2, 2), 3.0), "all pixels of X are equal"),
-        (np.array([[1e300, 1.0], [-1e300, 2.0]] * 10), "column 0 of X holds values too large to square"),
-        (np.append(np.arange(29.0), 1e200)[:, None], "row 29 of X is too many sds away|column 0 of X holds values"),
+        (np.ones((30, 2)), "every column is constant: there is nothing to learn"),
+        (np.full((30, 2, 2), 3.0), "all pixels are equal"),
+        (np.array([[1e300, 1.0], [-1e300, 2.0]] * 10), r"column 0 \(from 0\) holds values too large to square"),
+        (
+            np.append(np.arange(29.0), 1e200)[:, None],
+            r"row 29, column 0 \(from 0\) is too many sds|column 0 .* holds values",
+        ),
         (np.zeros((9, 0, 3)), "X must hold numbers"),
         (np.array([[1.0, np.nan]] * 9), "NaN"),
         (np.array([["a", "b"]] * 9), "could not convert"),

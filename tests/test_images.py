@@ -199,10 +199,10 @@ def test_debian_package(places: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_given_folder_must_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with refused("data_dir is", "nowhere", "not a folder"):
+    with refused("data_dir names", "nowhere", "not a folder"):
         load_images("mnist", "test", tmp_path / "nowhere")
     monkeypatch.setenv("DAEBM_DATA", str(tmp_path / "elsewhere"))
-    with refused("DAEBM_DATA is", "elsewhere", "not a folder"):
+    with refused("DAEBM_DATA names", "elsewhere", "not a folder"):
         load_images("mnist", "test")
 
 

@@ -17,7 +17,7 @@ from typing import Annotated, Any, NoReturn
 import torch
 import tyro
 
-from daebm import checkpoint, engine, profile, report, runs
+from daebm import __version__, checkpoint, engine, profile, report, runs
 from daebm.commands import Fit, Flag, Inspect, Sample, Score, check_parent
 from daebm.config import Config, again, check_methods, explained, resolve
 from daebm.errors import DaebmError, DivergenceError, InputError
@@ -103,6 +103,8 @@ class Run:
         resume = self.resume and (self.method != "all" or (out / runs.CONFIG).exists())
         summary = runs.run(config, out, resume, self.overwrite, self.tensorboard)
         print(report.short_table(experiment(config.experiment), summary))
+        if config.preset == "quick":
+            print("The preset quick shows the way; its figures mean nothing.")
         print(f"report: {out / 'report.html'}")
 
 
@@ -167,7 +169,7 @@ class Show:
         except InputError as error:  # the settings can be read all the same
             time_needed = f"not timed: {error}"
         else:
-            time_needed = f"about {_seconds(config):,.0f} s here, {torch.get_num_threads()} threads"
+            time_needed = f"about {_seconds(config):,.0f} s here, threads: {torch.get_num_threads()}"
         long_run = config.long_run_chains * config.long_run_steps
         print(
             f"Cost: {config.iterations:,} iterations, {gradients:.3g} energy gradients in training "
@@ -214,7 +216,8 @@ class Ood:
         model = load(self.model).to(self.device)
         inside = model.config.experiment
         if inside not in detection.SETS:
-            raise InputError(f"{self.model} is a model of {inside or 'other data'}: ood is for fashion-mnist and mnist")
+            own = "data of your own" if inside in ("", "own-data") else inside
+            raise InputError(f"{self.model} is a model of {own}: ood is for fashion-mnist and mnist")
         if missing := [name for name in self.scores if name not in profile.scores(profile.kinds(model.network))]:
             raise InputError(
                 f"network {model.config.network!r} of {self.model} has no {missing[0]}: leave it out of --scores"
@@ -284,11 +287,13 @@ def _config(it: Experiment, method: str, preset: str, like: Path | None, seed: i
 
 
 def _pairs(settings: list[str]) -> dict[str, str]:
-    pairs = {}
+    pairs: dict[str, str] = {}
     for item in settings:
         key, equals, value = item.partition("=")
         if not equals or not key:
             raise InputError(f"--set takes KEY=VALUE, got {item!r}")
+        if key in pairs:
+            raise InputError(f"--set gives {key} twice, {pairs[key]} and {value}: give it once")
         pairs[key] = value
     return pairs
 
@@ -344,7 +349,11 @@ def main() -> None:
             number = getattr(signal, name)
             if signal.getsignal(number) != signal.SIG_IGN:  # under nohup it is to go on
                 signal.signal(number, _interrupt)
+    if sys.argv[1:] == ["--version"]:
+        print(f"daebm {__version__}")
+        return
     try:
+        _check_once(sys.argv[1:])
         command = tyro.extras.subcommand_cli_from_dict(
             COMMANDS,
             prog="daebm",
@@ -362,14 +371,19 @@ def main() -> None:
             _fail("the GPU is out of memory: lower batch, block or width (--set batch=100), or free it of other work")
         if not isinstance(error, MemoryError) and "can't allocate memory" not in str(error):
             raise
-        _fail(
-            "out of memory: give fewer rows or columns or smaller pictures (--size), lower width, batch or store "
-            "(--set), or free it"
-        )
+        lower = "lower width, batch or store (--set)" if isinstance(command, Run | Show) else "give smaller data"
+        _fail(f"out of memory: {lower}, or free some of it")
     except KeyboardInterrupt:
         there = isinstance(command, Run) and runs.holds_run(command.folder)
         print(f"daebm: interrupted{'; the same command with --resume continues' if there else ''}", file=sys.stderr)
         sys.exit(130)
+
+
+def _check_once(arguments: list[str]) -> None:
+    """An option that is given twice would take its last value without a word; only --set is there to be repeated."""
+    names = [argument.partition("=")[0] for argument in arguments if argument.startswith("--")]
+    if twice := [name for i, name in enumerate(names) if name in names[:i] and name != "--set"]:
+        raise InputError(f"{twice[0]} is given twice: give it once, with all that it takes")
 
 
 def _interrupt(number: int, frame: Any) -> None:

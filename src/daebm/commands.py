@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 REPORT = "report.html"
 FITTED = ("energy", "profile")  # scores of what `daebm fit` trains
 OTHER_UNITS = 20  # times narrower than the data of the model are data in other units
+MANY_ROWS, NEARLY_ALL = 20, 0.9  # flagged: rather a slip than so many outliers
+COLUMNS_SHOWN = 10
 LEAST_ROWS = 4  # two to train on, one to watch by and one to calibrate on
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 ModelName = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
@@ -74,8 +76,7 @@ class Fit:
             x = tables.whole(self.data, data)
             if len(x) < LEAST_ROWS:
                 raise InputError(f"{self.data} has {len(x)} rows, too few to learn from: give at least {LEAST_ROWS}")
-            header = "" if self.data.suffix.lower() not in (".csv", ".tsv") or data.columns else ", no header"
-            print(f"{self.data}: {len(x)} rows of shape {tuple(x.shape[1:])}{header}")
+            print(f"{self.data}: {_what(x)}{_columns_said(self.data, data.columns)}")
             detector = DAEBM(
                 score_by=self.score_by,
                 fpr=self.fpr,
@@ -88,6 +89,7 @@ class Fit:
                 detector.fit(x)
             if data.columns:
                 detector.feature_names_in_ = np.array(data.columns, dtype=object)
+            _note(*detector.concerns())
             detector.save(self.out)
             (self.out / REPORT).unlink(missing_ok=True)  # on the model that was there before
         print(_facts(detector))
@@ -108,9 +110,9 @@ class Score:
     pictures of that size, in grey levels from 0 to 255."""
     out: Out
     """The csv file to write."""
-    fpr: float | None = None
+    fpr: Annotated[float | None, tyro.conf.arg(metavar="RATE")] = None
     """Another false-alarm rate than in fit."""
-    score_by: str | None = None
+    score_by: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """Another score than the model's own (`daebm inspect` names it): energy, profile, or features if it has them."""
     columns: Columns = field(default_factory=list)
     """Columns of a csv file without a header to take, by number from 1, as in fit."""
@@ -129,23 +131,31 @@ class Score:
         _offset = detector.offset_  # a rate that cannot be had is said before anything is read
         data = self._open(detector)
         rows = flagged = 0
+        what = "rows"
         with checkpoint.replacing(self.out) as file:
             file.write(b"file,score,p_value,flag\n" if self.data.is_dir() else b"score,p_value,flag\n")
             for batch in data.batches:
+                flags, lines = _judged(detector, self.data, batch)
                 if not rows:
                     _note_other_units(detector, self.data, batch.x)
-                flags, lines = _judged(detector, self.data, batch)
+                    what = "images" if batch.x.ndim > 2 else "rows"
                 file.write(lines)
                 rows, flagged = rows + len(flags), flagged + int(flags.sum())
-        print(f"{rows} rows, {flagged} flagged at a false-alarm rate of {detector.fpr:g}: {self.out}")
+        if rows >= MANY_ROWS and flagged >= NEARLY_ALL * rows:
+            _note("nearly everything is flagged: check that units and the order of columns are those of fit")
+        rate = f"a false-alarm rate of {detector.fpr:g}"
+        print(f"{rows} {what}, {flagged} flagged at {rate} by {detector.score_by}: {self.out}")
 
     def _open(self, detector: DAEBM) -> tables.Data:
         fitted = [str(name) for name in getattr(detector, "feature_names_in_", [])]
-        if self.columns or not fitted or not self.data.is_file():
+        if not fitted or not self.data.is_file():
             return tables.open_data(self.data, self.columns, self.size)
         data = tables.open_data(self.data, (), self.size)
-        # Without a header there is nothing but the order to go by.
-        return tables.open_data(self.data, fitted, self.size) if data.columns else data
+        if not data.columns:  # without a header there is nothing but the order to go by
+            return tables.open_data(self.data, self.columns, self.size)
+        if self.columns:
+            raise InputError(f"{self.data} has a header, and its columns are found by name: leave --columns out")
+        return tables.open_data(self.data, fitted, self.size, fitted=True)
 
 
 @dataclass
@@ -159,7 +169,7 @@ class Sample:
     count: Annotated[int, tyro.conf.arg(name="number", metavar="N", aliases=["-n"])] = 64
     """How many."""
     seed: int | None = None
-    """Another number, other samples."""
+    """Another number, other samples; the same ones in every call without it."""
     overwrite: Flag = False
     """Replace the file if it is there."""
 
@@ -171,6 +181,7 @@ class Sample:
             raise InputError(f"-n must be at least 1, got {self.count}")
         _check_seed(self.seed or 0)
         names: list[str] = []
+        print(f"drawing {self.count} from noise ..", flush=True)  # images take minutes on a CPU
         try:
             detector = DAEBM.load(self.model)
         except NoEstimatorError:  # a bare model, if any: of images in [-1, 1]
@@ -206,6 +217,7 @@ class Inspect:
         with _names_known():
             inspection.write(out, detector, self.model)
         print(_facts(detector))
+        _note(*detector.concerns())
         print(f"report: {out}")
 
 
@@ -275,12 +287,22 @@ def check_parent(path: Path) -> None:
 
 @contextlib.contextmanager
 def _warnings_as_notes() -> Iterator[None]:
-    """What Python would print with a file and a line of code, as a sentence; an error comes alone."""
+    """What Python would print with a file and a line of code, as a sentence; an error comes alone.
+
+    What a fit leaves you to know is said later, when columns have their names.
+    """
+    from sklearn.exceptions import ConvergenceWarning
+
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         yield
-    for text in dict.fromkeys(str(each.message) for each in caught if issubclass(each.category, UserWarning)):
-        print(f"daebm: note: {text}", file=sys.stderr)
+    ours = (each for each in caught if issubclass(each.category, UserWarning))
+    _note(*dict.fromkeys(str(each.message) for each in ours if not issubclass(each.category, ConvergenceWarning)))
+
+
+def _note(*sentences: str) -> None:
+    for sentence in sentences:
+        print(f"daebm: note: {sentence}", file=sys.stderr)
 
 
 @contextlib.contextmanager
@@ -295,8 +317,10 @@ def _judged(detector: DAEBM, path: Path, batch: tables.Batch) -> tuple[np.ndarra
     """Flags of a batch, and its lines of the csv file."""
     event, x = detector.units_.event, detector.units_.shaped(batch.x)
     if x.shape[1:] != event:
+        names = ", ".join(map(str, getattr(detector, "feature_names_in_", [])[:COLUMNS_SHOWN]))
         what = f"{path} has rows of shape {batch.x.shape[1:]}, and the model {event}"
-        raise InputError(f"{what}: give what fit had{' (--size)' if batch.files else ''}")
+        hint = " (--size)" if batch.files else f" ({names})" if names else ""
+        raise InputError(f"{what}: give what fit had{hint}")
     with _names_known():
         scores = detector.score_samples(x)
     flags = scores < detector.offset_
@@ -310,11 +334,23 @@ def _note_other_units(detector: DAEBM, path: Path, x: Floats) -> None:
     """Images in [0, 1] are all outliers to a model of grey levels, and nothing but this would say why."""
     seen = detector.examples_["energy"]
     if not detector.units_.table and x.size and np.ptp(x) * OTHER_UNITS < np.ptp(seen):
-        print(
-            f"daebm: note: values of {path} lie in {x.min():g}..{x.max():g}, and those that the model was fitted on in "
-            f"{seen.min():g}..{seen.max():g}: give both in the same units",
-            file=sys.stderr,
+        _note(
+            f"values of {path} lie in {x.min():g}..{x.max():g}, and those that the model was fitted on in "
+            f"{seen.min():g}..{seen.max():g}: give both in the same units"
         )
+
+
+def _what(x: Floats) -> str:
+    if x.ndim > 2:
+        return f"{len(x)} images of shape {tuple(x.shape[1:])}"
+    return f"{len(x)} rows of {x.shape[1]} column{'s' * (x.shape[1] != 1)}"
+
+
+def _columns_said(path: Path, names: Sequence[str]) -> str:
+    if path.suffix.lower() not in (".csv", ".tsv"):
+        return ""
+    more = ", .." if len(names) > COLUMNS_SHOWN else ""
+    return f" ({', '.join(names[:COLUMNS_SHOWN])}{more})" if names else ", no header"
 
 
 def _csv(rows: Iterable[Sequence[Any]]) -> bytes:

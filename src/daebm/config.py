@@ -233,11 +233,11 @@ class Config:
         return cls(**values)
 
     def difference(self, other: Config) -> str | None:
-        """The first setting in which two configs differ, as 'key: a here, b there'."""
+        """The first setting in which an ``other`` config, of before, differs from this one, in words."""
         for field in dataclasses.fields(self):
             a, b = getattr(self, field.name), getattr(other, field.name)
             if a != b:
-                return f"{field.name} is {a!r} in one and {b!r} in the other"
+                return f"{field.name} was {b!r} and is {a!r} now"
         return None
 
 

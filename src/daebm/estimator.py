@@ -29,7 +29,7 @@ from daebm.fitting import LARGEST_VALIDATION, Normalised, Watch, energies, norma
 from daebm.model import SHIPPED, Model, assembled, model_folder
 from daebm.profile import LAW_ROWS, SAID, Law, kinds, law, law_tensors, laws_in
 from daebm.training import train
-from daebm.units import Floats, Units
+from daebm.units import Floats, Units, wild
 
 PER_SCORE = ("calibration", "validation", "examples")  # attributes that hold an array for each of them
 CALIBRATION, LARGEST_CALIBRATION = 5, 1000  # one row in five is kept for calibration, up to so many
@@ -93,6 +93,7 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
     drawn_ : log densities of draws of the model's own, by which its normalising constant was found
     examples_ : the eight least and the eight most normal calibration rows, sorted like their scores, of every kind
     laws_ : what the network says of training rows, as a law (`daebm.profile`) for each kind of what it says
+    wild_ : columns of which few values set the scale: number, farthest value, quartiles
     history_ : a dictionary for every look during training: held-out log density, gap, acceptance, round trips
     """
 
@@ -135,6 +136,7 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
         # The units too come from the training rows alone: calibration rows must be as strange to the model as new ones.
         units = Units.of(x[rows.train])
         _check_range(units, x)
+        self.wild_ = wild(x) if units.table else []
         z, held = (torch.from_numpy(units.to_model(x[part])).float() for part in (rows.train, rows.validation))
         config = recipe.choose(z, self.budget, self.floor, seed, self.settings)
         if self.score_by == "features" and "resnet" not in config.network:
@@ -176,6 +178,7 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
         """
         self = cls(**parameters)
         self.history_, self.n_iter_, self.seed_ = history, history[-1]["iteration"], model.config.seed
+        self.wild_ = []
         self._use(model, units)
         self._calibrate(found, laws, validation, calibration)
         return self
@@ -304,6 +307,7 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
             "history": [{k: v if math.isfinite(v) else None for k, v in look.items()} for look in self.history_],
             "n_features_in": getattr(self, "n_features_in_", None),  # scikit-learn counts those of tables only
             "feature_names": [str(name) for name in getattr(self, "feature_names_in_", [])],
+            "wild": self.wild_,
         }
         self.model_.save(folder, tensors | (more or {}), {"estimator": facts})
 
@@ -354,6 +358,7 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
         self.history_ = [{k: math.nan if v is None else v for k, v in look.items()} for look in facts["history"]]
         if facts["n_features_in"] is not None:
             self.n_features_in_ = facts["n_features_in"]
+        self.wild_ = [tuple(column) for column in facts.get("wild", [])]
         if facts["feature_names"]:
             self.feature_names_in_ = np.array(facts["feature_names"], dtype=object)
         self._use(assembled(folder, tensors, everything), units)
@@ -426,7 +431,7 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
         check_is_fitted(self)
         last, chosen = self.history_[-1], next(look for look in reversed(self.history_) if look["chosen"])
         dimension = math.prod(self.units_.model_event)
-        found = []
+        found = [self._said_of_wild()] if self.wild_ else []
         if self.n_iter_ < self.config_.iterations:  # a larger budget would end there too
             more = (
                 f"give more rows or a larger floor (training ended at iteration {self.n_iter_} of "
@@ -458,6 +463,17 @@ class DAEBM(OutlierMixin, BaseEstimator):  # type: ignore[misc]
                 f"with each other but not with other models, or {more}"
             )
         return found
+
+    def _said_of_wild(self) -> str:
+        names = getattr(self, "feature_names_in_", None)
+        column, value, low, high = self.wild_[0]
+        where = f"column {column} (from 0)" if names is None else f"column {str(names[column])!r}"
+        more = f" (and {len(self.wild_) - 1} more such columns)" if len(self.wild_) > 1 else ""
+        return (
+            f"{where} holds {value:g}, and half of its values lie in {low:g}..{high:g}{more}: few such values set the "
+            "scale, by which all others look alike; take them out if they stand for missing ones or are slips, or take "
+            "the logarithm of the column"
+        )
 
 
 def _kind(score_by: Any) -> str:
@@ -507,8 +523,8 @@ def _split(count: int, fpr: float, seed: int) -> _Rows:
 
 def _check_range(units: Units, x: Floats) -> None:
     with np.errstate(over="ignore", invalid="ignore"):
-        wild = ~np.isfinite(units.to_model(x).astype(np.float32)).reshape(len(x), -1).all(1)
-    if wild.any():
-        raise InputError(
-            f"row {int(np.flatnonzero(wild)[0])} of X is too many sds away from the others for float32: remove it"
-        )
+        beyond = np.argwhere(~np.isfinite(units.to_model(x).astype(np.float32)))
+    if len(beyond):
+        row, place = beyond[0][:2]
+        column = f", column {np.flatnonzero(units.varies)[place]}" if units.table else ""
+        raise InputError(f"row {row}{column} (from 0) is too many sds away from the others for float32: remove it")

@@ -86,7 +86,7 @@ class Watch:
                 self.worse = self.worse + 1 if log_p < self.best[0] - 2 * error else 0
         self.history.append(look)
         if self.verbose:
-            print(", ".join(f"{k} {v:.4g}" for k, v in look.items() if k != "chosen"), flush=True)
+            print(_line(look, self.config.iterations), flush=True)
         return self.worse >= self.PATIENCE and state.iteration >= self.config.iterations / 3
 
     def chosen(self, state: TrainingState, ladder: Ladder) -> tuple[Model, Drawn]:
@@ -98,6 +98,18 @@ class Watch:
             model = Model.from_training(self.config, self.dataset, state, ladder)
         look["chosen"] = True
         return model, chains
+
+
+def _line(look: dict[str, Any], iterations: int) -> str:
+    """A look in words; the log density is one of standardised rows."""
+    density = f"held-out log density {look['log_density']:.4g} (standardised)" if "log_density" in look else ""
+    parts = [
+        density or "some level has no chain",
+        f"training rows likelier by {look['gap']:.2g} nats",
+        f"acceptance {look['acceptance']:.2f}",
+        f"round trips {look['round_trips']:.2g}",
+    ]
+    return f"iteration {look['iteration']} of {iterations}: " + ", ".join(parts)
 
 
 def _chains(state: TrainingState) -> Drawn:

@@ -185,11 +185,11 @@ def _cache() -> Path:
 
 
 def _folders(name: str, data_dir: str | os.PathLike[str] | None) -> Iterator[Path]:
-    for what, given in (("data_dir", data_dir), ("DAEBM_DATA", os.environ.get("DAEBM_DATA") or None)):
+    for what, given in (("data_dir", data_dir), ("--data-dir or DAEBM_DATA", os.environ.get("DAEBM_DATA") or None)):
         if given is not None:
             folder = Path(given).expanduser()
             if not os.path.isdir(folder):
-                raise InputError(f"{what} is {folder}, which is not a folder: correct it or leave it out")
+                raise InputError(f"{what} names {folder}, which is not a folder: correct it or leave it out")
             yield folder
     yield _cache()
     if name == "fashion-mnist":

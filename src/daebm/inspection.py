@@ -30,7 +30,7 @@ def facts(detector: DAEBM) -> list[tuple[str, str]]:
         ("a row is", " x ".join(map(str, detector.units_.event)) + " numbers"),
         ("scored by", detector.score_by),
         ("columns left out, constant to 64 bits", _left_out(detector)),
-        ("iterations", f"{detector.n_iter_} of {detector.config_.iterations}, kept {chosen['iteration']}"),
+        ("iterations", _iterations(detector, chosen["iteration"])),
         ("noise floor, in sds", report.show(detector.floor_)),
         ("log density of calibration rows, mean in nats", report.show(float(calibration.mean()))),
         *([("the same with the floor's noise added", noisy)] if detector.floor_ else []),
@@ -41,11 +41,17 @@ def facts(detector: DAEBM) -> list[tuple[str, str]]:
     ]
 
 
+def _iterations(detector: DAEBM, kept: int) -> str:
+    planned = detector.config_.iterations
+    ended = f"ended at {detector.n_iter_} of {planned}, as held-out rows became less likely"
+    return f"{ended if detector.n_iter_ < planned else planned}; the model of iteration {kept} was kept"
+
+
 def _left_out(detector: DAEBM) -> str:
     places = np.flatnonzero(~detector.units_.varies.ravel())
     names = getattr(detector, "feature_names_in_", None)
     if not len(places) or not detector.units_.table:
-        return str(len(places))
+        return "none"
     named = [str(names[i]) if names is not None else str(i + 1) for i in places[:COLUMNS]]
     return f"{len(places)}: {', '.join(named)}{', ..' if len(places) > COLUMNS else ''}"
 

@@ -239,8 +239,17 @@ class Model:
     ) -> None:
         """Write model.safetensors and model.json: weights, ladder and step sizes, without the training state.
 
-        Who builds on a model puts ``more`` into the same file, so that the whole is written in one step.
+        Who builds on a model puts ``more`` into the same file, so that the whole is written in one step. A folder that
+        holds a model is written over; one that holds a run, or other files and no model, is refused.
         """
+        folder = Path(folder)
+        if folder.exists() and not folder.is_dir():
+            raise InputError(f"{folder} is no folder: name another one to save the model in")
+        if holds_state(folder):
+            raise InputError(f"{folder} holds a run, which the model would hide: name another folder to save it in")
+        others = folder.exists() and any(path.suffix != ".partial" for path in folder.iterdir())
+        if others and not checkpoint.exists(folder, "model"):
+            raise InputError(f"{folder} holds other files and no model: name another folder to save it in")
         tensors = (more_tensors or {}) | {f"network.{k}": v for k, v in self.network.state_dict().items()}
         tensors |= {
             "ladder.abar": self.ladder.abar,
@@ -249,7 +258,7 @@ class Model:
         }
         data = {"event": list(self.event), "shift": self.shift, "scale": self.scale}
         facts = {"config": self.config.to_json(), "data": data, "trip": self.trip} | (more_facts or {})
-        checkpoint.write(Path(folder), "model", tensors, facts)
+        checkpoint.write(folder, "model", tensors, facts)
 
     def _points(self, x: Array) -> Tensor:
         if isinstance(x, Tensor):

@@ -31,7 +31,7 @@ def check_dimension(what: str, dimension: int) -> None:
     if dimension > LARGEST_DIMENSION:
         raise InputError(
             f"{what} has {dimension} numbers, and at most {LARGEST_DIMENSION} are practical here: reduce it first, "
-            "by PCA or smaller images (--size)"
+            "by PCA, or to smaller images"
         )
 
 

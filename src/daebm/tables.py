@@ -39,12 +39,13 @@ class Data(NamedTuple):
     batches: Iterator[Batch]
 
 
-def open_data(path: Path, columns: Sequence[str] = (), size: int | None = None) -> Data:
+def open_data(path: Path, columns: Sequence[str] = (), size: int | None = None, fitted: bool = False) -> Data:
     """The data in a csv, tsv, npy or npz file or in a folder of pictures; every number of them finite.
 
     ``columns`` of a csv file are taken and others left alone, by their names or, without a header, by their numbers
     from 1. A first line is a header if a cell of it is a word, or if it counts 0, 1, 2, .. as pandas does for columns
-    without names. ``size`` is for pictures: see `daebm.image_folder`.
+    without names. ``size`` is for pictures: see `daebm.image_folder`. ``fitted`` columns are those of a model, which
+    needs them all.
     """
     kind = "folder" if path.is_dir() else path.suffix.lower()
     if kind != "folder" and not path.is_file():
@@ -58,7 +59,7 @@ def open_data(path: Path, columns: Sequence[str] = (), size: int | None = None) 
     if kind == "folder":
         return Data([], _pictures(path, size))
     if kind in (".csv", ".tsv"):
-        return _csv(path, columns)
+        return _csv(path, columns, fitted)
     return Data([], _array(path, kind))
 
 
@@ -74,7 +75,7 @@ def whole(path: Path, data: Data) -> Floats:
 # Tables of text.
 
 
-def _csv(path: Path, columns: Sequence[str]) -> Data:
+def _csv(path: Path, columns: Sequence[str], fitted: bool) -> Data:
     first = next(_lines(path), None)
     if first is None:
         raise InputError(f"{path} is empty: give a table with a row for each observation")
@@ -89,16 +90,19 @@ def _csv(path: Path, columns: Sequence[str]) -> Data:
         raise InputError(f"{path}, line {first[0]}: two columns are called {twice[0]!r}: rename one of them")
     if missing := [name for name in columns if name not in names]:
         there = ", ".join(names[:20]) + (", .." if len(names) > 20 else "")
-        raise InputError(f"{path} has no column {missing[0]!r}, only {there}: add it or choose others (--columns)")
+        todo = "add it, the model was fitted on it" if fitted else "add it or choose others (--columns)"
+        raise InputError(f"{path} has no column {missing[0]!r}, only {there}: {todo}")
     if again := [name for i, name in enumerate(columns) if name in columns[:i]]:
         raise InputError(f"--columns names {again[0]!r} twice: name every column once")
     taken = [names.index(name) for name in columns] or list(range(len(names)))
-    return Data([names[i] for i in taken] if named else [], _csv_batches(path, names, taken, named))
+    without = "" if fitted else ", or leave the column out (--columns)"
+    return Data([names[i] for i in taken] if named else [], _csv_batches(path, names, taken, named, without))
 
 
 def _is_header(cells: list[str]) -> bool:
     words = any(cell.strip() and _number(cell) is None for cell in cells)
-    return words or (len(cells) > 1 and cells == [str(i) for i in range(len(cells))])
+    counted = cells[1:] if not cells[0].strip() else cells  # behind the name that pandas does not give an index
+    return words or (len(cells) > 1 and counted == [str(i) for i in range(len(counted))])
 
 
 def _number(cell: str) -> float | None:
@@ -130,7 +134,7 @@ def _lines(path: Path) -> Iterator[tuple[int, list[str]]]:
         raise InputError(f"{path} cannot be read as csv ({error}): save it again, one row a line") from error
 
 
-def _csv_batches(path: Path, names: list[str], taken: list[int], skip: bool) -> Iterator[Batch]:
+def _csv_batches(path: Path, names: list[str], taken: list[int], skip: bool, without: str) -> Iterator[Batch]:
     lines: list[tuple[int, list[str]]] = []
     most = max(1, BATCH // len(names))
     none = True
@@ -143,15 +147,18 @@ def _csv_batches(path: Path, names: list[str], taken: list[int], skip: bool) -> 
             )
         lines.append((line, cells))
         if len(lines) == most:
-            yield Batch(_numbers(path, names, taken, lines), [])
+            yield Batch(_numbers(path, names, taken, lines, without), [])
             lines, none = [], False
     if lines:
-        yield Batch(_numbers(path, names, taken, lines), [])
+        yield Batch(_numbers(path, names, taken, lines, without), [])
     elif none:
         raise InputError(f"{path} has a header and no rows: give a row for each observation")
 
 
-def _numbers(path: Path, names: list[str], taken: list[int], lines: list[tuple[int, list[str]]]) -> Floats:
+def _numbers(
+    path: Path, names: list[str], taken: list[int], lines: list[tuple[int, list[str]]], without: str
+) -> Floats:
+    """The cells that are taken; ``without`` says that the column could be left out, if it could."""
     try:
         x = np.array([[float(cells[i]) for i in taken] for _line, cells in lines])
         if np.isfinite(x).all():
@@ -163,13 +170,11 @@ def _numbers(path: Path, names: list[str], taken: list[int], lines: list[tuple[i
             value = _number(cells[i])
             where = f"{path}, line {line}, column {names[i]!r}"
             if not cells[i].strip():
-                raise InputError(
-                    f"{where} is empty: fill it in, take the line out, or leave the column out (--columns)"
-                )
+                raise InputError(f"{where} is empty: fill it in, take the line out{without}")
             if value is None:
                 raise InputError(
                     f"{where} holds {_short(cells[i])}, which is no number: write it as one (0.5, not 0,5; a category "
-                    "as 0 and 1), or leave the column out (--columns)"
+                    f"as 0 and 1){without}"
                 )
             if not math.isfinite(value):
                 raise InputError(f"{where} holds {_short(cells[i])}: fill in a finite number or take the line out")

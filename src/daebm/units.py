@@ -13,6 +13,8 @@ from daebm.errors import InputError
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 # Spread below this share of a column's size is rounding, not variation: float64 carries 16 digits, tables fewer.
 CONSTANT = 1e-9
+WILD = 10  # times the sd that the middle half of a column would have if it were normal
+QUARTILES = 1.349  # sds of a normal column between its quartiles
 SMALLEST = 1e-150  # a spread whose square underflows cannot be divided by
 
 
@@ -39,11 +41,11 @@ class Units:
             shift, scale, spread = columns.mean(0), columns.std(0), np.ptp(columns, axis=0)
         if not (np.isfinite(shift).all() and np.isfinite(scale).all() and np.isfinite(spread).all()):
             column = int(np.flatnonzero(~(np.isfinite(shift) & np.isfinite(scale) & np.isfinite(spread)))[0])
-            where = f"column {column} of X" if table else "X"
+            where = f"column {column} (from 0)" if table else "X"
             raise InputError(f"{where} holds values too large to square in float64: rescale it")
         varies = (spread > CONSTANT * np.abs(columns).max(0)) & (scale > SMALLEST)
         if not varies.any():
-            what = "every column of X is constant" if table else "all pixels of X are equal"
+            what = "every column is constant" if table else "all pixels are equal"
             raise InputError(f"{what}: there is nothing to learn, give rows that differ")
         # The mean of equal values is off in the last digit.
         shift, scale = np.where(varies, shift, columns[0]), np.where(varies, scale, 1.0)
@@ -106,3 +108,16 @@ class Units:
             away = np.abs(x - self.shift)[:, ~self.varies]
         nats: Floats = self.change_cost * (away > self.near[~self.varies]).sum(1)
         return nats
+
+
+def wild(x: Floats) -> list[tuple[int, float, float, float]]:
+    """Columns of rows (n, d) whose sd is that of few values: their number, the farthest value, and the quartiles.
+
+    A code for missing values, or a slip of the comma, in one cell of hundreds: in sds of such a column all other values
+    are alike, whatever they are. Columns of which half has one value are none of these.
+    """
+    low, middle, high = np.quantile(x, [0.25, 0.5, 0.75], axis=0)
+    with np.errstate(over="ignore"):
+        wide = (high > low) & (x.std(0) > WILD * (high - low) / QUARTILES)
+    farthest = np.abs(x - middle).argmax(0)
+    return [(int(j), float(x[farthest[j], j]), float(low[j]), float(high[j])) for j in np.flatnonzero(wide)]

@@ -1,0 +1,5 @@
+"""python -m daebm"""
+
+from daebm.cli import main
+
+main()
